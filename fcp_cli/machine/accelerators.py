@@ -1,4 +1,4 @@
-"""The accelerators of this machine, found without torch: `fcp plan` sizes a plan by them."""
+"""Detects this machine's accelerators without torch: `fcp plan` sizes a plan by them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 from fcp_cli.machine.devices import VISIBLE_DEVICES
 
-_SMI_SECONDS = 30.0  # nvidia-smi wakes a sleeping driver, which takes some ten seconds on a node of eight
+_SMI_SECONDS = 30.0  # nvidia-smi may wake the driver: about ten seconds with eight GPUs
 _MIB = 1 << 20
 
 
@@ -22,8 +22,8 @@ class Accelerators:
 
     Attributes:
         kind: `cuda` or `npu`.
-        name: the name of the driver, or "" if unknown.
-        count: devices that this process may use.
+        name: device name from the driver, or "" if unknown.
+        count: number of devices that this process may use.
         memory_bytes: memory of the smallest device, or 0 if unknown.
     """
 
@@ -38,16 +38,16 @@ class Accelerators:
 
 
 def find_accelerators(root: Path = Path("/")) -> Accelerators | None:
-    """Look for accelerators that ranks could run on; None: there are none, or their drivers do not answer.
+    """Detect accelerators; return None if there are none or their drivers do not respond.
 
     Args:
-        root: the folder that holds `proc` and `dev`, for tests.
+        root: parent folder of `proc` and `dev`, for tests.
     """
     return _gpus(root) or _npus(root)
 
 
 def _gpus(root: Path) -> Accelerators | None:
-    """Ask nvidia-smi, or read the kernel module's files, which lack memory."""
+    """Query nvidia-smi, else read the kernel module's files, which do not state memory."""
     lines = _answer("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
     found = [match for line in lines if (match := re.fullmatch(r"(.+), *(\d+)", line.strip()))]
     names = [match[1] for match in found]
@@ -63,7 +63,7 @@ def _gpus(root: Path) -> Accelerators | None:
 
 
 def _npus(root: Path) -> Accelerators | None:
-    """Count the files of NPUs in /dev, and take their name from npu-smi's table."""
+    """Count NPU device files, and take the name from npu-smi's table."""
     count = _usable("npu", len(list((root / "dev").glob("davinci[0-9]*"))))
     if not count:
         return None
@@ -74,13 +74,13 @@ def _npus(root: Path) -> Accelerators | None:
 
 
 def _usable(kind: str, count: int) -> int:
-    """Return how many devices a variable like CUDA_VISIBLE_DEVICES leaves of those that are there."""
+    """Return the number of devices left by a variable like CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get(VISIBLE_DEVICES[kind])
     return count if visible is None else min(count, len([word for word in visible.split(",") if word.strip()]))
 
 
 def _answer(*command: str) -> list[str]:
-    """Return the lines that a program prints; none where it is missing or fails."""
+    """Return a program's output lines, or [] if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return []
     try:

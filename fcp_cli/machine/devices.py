@@ -1,4 +1,4 @@
-"""The devices of this machine that ranks run on."""
+"""Devices of this machine on which ranks run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fcp_cli.extras import pip_install
 from fcp_cli.machine.host import host_memory_bytes, usable_cores
 from fcp_cli.words import first_line
 
-# Beyond this many processes per core, ranks on a CPU mostly wait for each other.
+# With more processes per core, CPU ranks mostly wait for each other.
 _RANKS_PER_CORE = 2
 _LEAST_CPU_RANKS = 8
 
 
-# Files of drivers: NVIDIA's (also under WSL), AMD's, Huawei's. torch finds no accelerator where all are missing.
+# Device files of NVIDIA (also under WSL), AMD and Huawei. Without any of them, torch finds no accelerator.
 _DRIVER_FILES = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "davinci*")
 
 
 VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""The variables that hide devices from a process, by kind."""
+"""Variables that restrict the visible devices, by kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +31,12 @@ class LocalDevices:
     """Devices of one kind.
 
     Attributes:
-        device: `cpu`, `cuda` or `npu`; `unknown` where torch is missing.
-        num_devices: accelerators, or 0 on a CPU.
-        num_cores: cores that this process may use.
-        memory_bytes: the memory bytes of the host; 0 if it is not known.
-        device_memory_bytes: the device memory bytes of the smallest accelerator; 0 on a CPU, or if it is not known.
-        visible: the setting that hides other devices, like `CUDA_VISIBLE_DEVICES=0`; "" if there is none.
+        device: `cpu`, `cuda` or `npu`; `unknown` without torch.
+        num_devices: number of accelerators; 0 on a CPU.
+        num_cores: number of cores that this process may use.
+        memory_bytes: host memory; 0 if unknown.
+        device_memory_bytes: memory of the smallest accelerator; 0 on a CPU or if unknown.
+        visible: setting that restricts devices, for example `CUDA_VISIBLE_DEVICES=0`; or "".
     """
 
     device: str
@@ -48,7 +48,7 @@ class LocalDevices:
 
     @property
     def most_ranks(self) -> int:
-        """Ranks that can run here at once: one per accelerator, or a sensible number on a CPU."""
+        """Maximum number of ranks: one per accelerator, or a sensible number on a CPU."""
         if self.device != "cpu":
             return self.num_devices
         return max(_LEAST_CPU_RANKS, _RANKS_PER_CORE * self.num_cores)
@@ -69,12 +69,12 @@ def require_torch() -> None:
 
 
 def has_driver_files(folder: Path = Path("/dev")) -> bool:
-    """Return whether this machine has an accelerator's driver, which torch then has to be asked about."""
+    """Return whether an accelerator driver is present, so that torch must be queried."""
     return any(next(folder.glob(pattern), None) is not None for pattern in _DRIVER_FILES)
 
 
 def find_machine(device: str = "auto") -> LocalDevices:
-    """Look at this machine; `device` narrows the choice. Without accelerators torch is not imported."""
+    """Detect this machine's devices of kind `device`. Without accelerators, torch is not imported."""
     require_torch()
     counts = _accelerators() if has_driver_files() else {}
     found = next((kind for kind, count in counts.items() if count), "cpu") if device == "auto" else device
@@ -92,7 +92,7 @@ def find_machine(device: str = "auto") -> LocalDevices:
 
 
 def find_machine_without_torch(device: str = "auto") -> LocalDevices:
-    """Look at this machine for programs of MindSpore: NPUs are counted by their files in /dev."""
+    """Detect this machine's devices for MindSpore: NPUs are counted by their device files."""
     npus = len(list(Path("/dev").glob("davinci[0-9]*")))
     found = ("npu" if npus else "cpu") if device == "auto" else device
     if found not in ("cpu", "npu") or (found == "npu" and not npus):
@@ -106,11 +106,11 @@ def find_machine_without_torch(device: str = "auto") -> LocalDevices:
 
 
 UNKNOWN_MACHINE = LocalDevices(device="unknown", num_devices=0, num_cores=1)
-"""Where nothing will run: a head node without torch can still print commands."""
+"""A machine on which nothing will run: a head node without torch can still print commands."""
 
 
 def _accelerators() -> dict[str, int]:
-    """Return devices per kind; torch registers an `npu` module only where torch_npu is installed."""
+    """Return the number of devices per kind; torch has an `npu` module only if torch_npu is installed."""
     torch = load_torch()
     return {
         kind: getattr(torch, kind).device_count()
@@ -132,7 +132,7 @@ def load_torch() -> Any:
     try:
         import torch
     except (ImportError, OSError, RuntimeError) as error:
-        # torch_npu without its drivers breaks `import torch` itself.
+        # Without its drivers, torch_npu breaks `import torch` itself.
         raise RunError(
             f"torch does not import here ({first_line(error)}); if torch_npu is to blame, source CANN's "
             "set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to train on the CPU"

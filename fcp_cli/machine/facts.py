@@ -1,6 +1,6 @@
-"""Versions, devices, libraries, network and settings of this machine: `fcp env` shows them, checks judge them.
+"""Facts about this machine: versions, devices, libraries, network, settings. `fcp env` shows them, checks use them.
 
-Collected in one place, and never raising: it is asked for when something is broken.
+Collecting never raises: it is needed when something is broken.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PACKAGES = (
     "flash-attn",
 )
 _PROGRAMS = ("python", "python3", "torchrun", "msrun", "sbatch", "srun", "pdsh")
-# Settings that change how a job starts or communicates; other variables may hold secrets and are skipped.
+# Settings that affect how a job starts or communicates. Other variables may hold secrets and are skipped.
 _VARIABLES = (
     "FCP_",
     "OMP_NUM_THREADS",
@@ -68,20 +68,20 @@ _NOT_INSTALLED = "not installed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """This machine, and its view of the nodes of a job (the last five; `launching.checks` fills them in).
+    """Facts about this machine and its view of a job's nodes (the last five, which `launching.checks` fills in).
 
     Attributes:
-        packages, programs: name to version or path; None if it is not there.
-        machine: devices of one kind; None where torch is missing or broken, and then `machine_error` names the reason.
-        device_names, device_memory_bytes: the name of every accelerator, and the memory of the smallest.
-        cann_home: exported by CANN's set_env.sh; `has_hccl`: whether its library is found.
-        open_files: most files and sockets that a process may have open; 0 if it is not known.
-        variables: those of the environment that change how a job starts or communicates.
-        master_addresses, master_is_here: the addresses of the job's node 0, and whether it is this machine, if there
-            are several nodes.
-        way_problem: why this node, if it is not node 0, cannot reach node 0.
-        port_problem: why node 0 cannot listen where the nodes shall meet.
-        hosts_here: which of the job's listed hosts are this machine.
+        packages, programs: version or path by name; None if missing.
+        machine: devices; None if torch is missing or broken, for the reason in `machine_error`.
+        device_names, device_memory_bytes: name of each accelerator, and memory of the smallest.
+        cann_home: exported by CANN's set_env.sh.
+        has_hccl: whether libhccl.so is found.
+        open_files: limit on open files and sockets of a process; 0 if unknown.
+        variables: environment variables that affect how a job starts or communicates.
+        master_addresses, master_is_here: addresses of node 0, and whether it is this machine, if there are several nodes.
+        way_problem: why this node cannot reach node 0, or "".
+        port_problem: why node 0 cannot listen on the rendezvous port, or "".
+        hosts_here: indices of the job's hosts that are this machine.
     """
 
     fcp: str = __version__
@@ -121,10 +121,10 @@ def collect_facts(
     """Collect the facts of this machine.
 
     Args:
-        machine: its devices, where they are known already.
-        added: variables of the job on top of the environment's.
+        machine: its devices, if already detected.
+        added: job variables on top of the environment.
         path: PATH of the job; None: unchanged.
-        asks_torch: import torch, which takes seconds, for its devices and back ends.
+        asks_torch: whether to import torch, which takes seconds, for devices and back ends.
     """
     error = ""
     if machine is None:
@@ -162,7 +162,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices(machine: LocalDevices | None) -> dict[str, Any]:
-    """Return the facts about the devices that ranks would run on."""
+    """Return facts about the devices."""
     if machine is None:
         return {}
     try:
@@ -178,7 +178,7 @@ def _devices(machine: LocalDevices | None) -> dict[str, Any]:
 
 
 def _communication() -> dict[str, str | None]:
-    """Return the back ends of torch.distributed, with versions if they have one."""
+    """Return the back ends of torch.distributed with their versions, if any."""
     try:
         torch = load_torch()
     except FcpError:
@@ -194,7 +194,7 @@ def _communication() -> dict[str, str | None]:
 
 
 def _cann_version() -> str | None:
-    """Return the version of the CANN toolkit whose set_env.sh was sourced, else of the one at its usual place."""
+    """Return the version of the sourced CANN toolkit, else of the one at the default path."""
     home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
     for path in sorted(Path(home).glob("**/ascend_toolkit_install.info"))[:1]:
         match = re.search(r"^version=(.+)$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
@@ -203,7 +203,7 @@ def _cann_version() -> str | None:
 
 
 def _has_library(name: str) -> bool:
-    """Return whether the loader finds lib<name>.so, on LD_LIBRARY_PATH (set_env.sh extends it) or in its own places."""
+    """Return whether lib<name>.so is found on LD_LIBRARY_PATH (which set_env.sh extends) or by the loader."""
     folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
     return any((Path(folder) / f"lib{name}.so").exists() for folder in folders) or bool(ctypes.util.find_library(name))
 
@@ -241,7 +241,7 @@ def facts_document(facts: Facts) -> dict[str, Any]:
 
 
 def facts_lines(facts: Facts) -> list[str]:
-    """Return the facts as `- name: value` lines, ready to be pasted."""
+    """Format the facts as `- name: value` lines for pasting."""
     cann = f"{facts.cann_version or 'not found'}, set_env.sh {'' if facts.cann_home else 'not '}sourced"
     lines = [f"- fcp: {facts.fcp}", f"- python: {facts.python_version} ({facts.python})"]
     lines += [f"- system: {facts.system}", f"- cpu cores: {facts.cpu_cores}"]

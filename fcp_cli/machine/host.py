@@ -1,4 +1,4 @@
-"""Cores, memory and processor of this host. Imports no torch."""
+"""Cores, memory and processor name of this host. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may run on; a container or `taskset` may leave it fewer than there are."""
+    """Return the number of cores that this process may use: containers and `taskset` may restrict it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""The identity of a process: its number, start, boot and host. A number alone may belong to another process by now."""
+"""Identity of a process: PID, start time, boot and host. A PID alone may have been reused."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessIdentity:
-    """A process that no other one can be taken for.
+    """Unique identity of a process.
 
     Attributes:
-        host: name of its machine.
-        boot_id: the id of that machine's kernel, which makes another one at each start.
-        pid: its number.
+        host: host name.
+        boot_id: kernel boot id, new at each boot.
+        pid: process id.
         started_ticks: clock ticks from boot to its start.
     """
 
@@ -41,7 +41,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """Return the identity of a process of this machine, or None if it has ended or there is no /proc."""
+        """Return the identity of a local process, or None if it has ended or there is no /proc."""
         boot_id, started = current_boot_id(), processes.started_ticks(pid)
         if not boot_id or started is None:
             return None
@@ -49,15 +49,15 @@ class ProcessIdentity:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is, or was, a process of this machine since its last boot."""
+        """Whether it belongs to this machine since its last boot."""
         return self.host == socket.gethostname() and self.boot_id == current_boot_id()
 
     def is_running(self) -> bool:
-        """Return whether this very process runs on this machine; False for processes of other machines."""
+        """Return whether this process runs on this machine; False for other machines."""
         return self.is_local and processes.started_ticks(self.pid) == self.started_ticks
 
     def send(self, number: signal.Signals) -> bool:
-        """Signal this very process; return False, and signal nothing, if it does not run here."""
+        """Signal the process if it runs here; return whether it did."""
         if self.pid == INIT:
             raise PermissionError(f"process {INIT} is never signalled")
         if not hasattr(os, "pidfd_open"):
@@ -71,7 +71,7 @@ class ProcessIdentity:
                 raise
             return False
         try:
-            # Checked while the handle is held: a process that takes the number from now on is not the handle's.
+            # Checked while holding the handle: if the PID is reused from now on, the handle does not follow it.
             if not self.is_running():
                 return False
             signal.pidfd_send_signal(handle, number)
@@ -83,7 +83,7 @@ class ProcessIdentity:
 
 
 def current_boot_id() -> str:
-    """Return the id of this machine's boot, or "" if the system has none."""
+    """Return this machine's boot id, or "" if there is none."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, never inside compiled code."""
+"""Defers Ctrl-C, so that it never interrupts compiled code."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is left.
+    """Defer Ctrl-C until the block ends.
 
-    Compiled functions make tuples of arrays of their results by calling back into Python; a KeyboardInterrupt that is
-    raised there ends the process with a segmentation fault.
+    Compiled functions call back into Python to build their result tuples; a KeyboardInterrupt raised there causes a
+    segmentation fault.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield  # nothing is raised here anyway
+        yield  # KeyboardInterrupt is not raised here anyway
         return
     held: list[tuple[int, Any]] = []
     signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))

@@ -1,4 +1,4 @@
-"""The network of this machine: interfaces, the way to another node, ports."""
+"""Network of this machine: interfaces, routes to other nodes, ports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import struct
 from contextlib import suppress
 
-# A name or an address, perhaps in brackets or with a zone; nothing that a program could take for an option.
+# A host name or address, optionally with brackets or a zone, but nothing that looks like an option.
 _HOST = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _LAST_PORT = 65535
@@ -18,19 +18,19 @@ _PROBE_PORT = 9  # nothing is sent: connecting a datagram socket only picks a ro
 
 
 def interfaces() -> tuple[str, ...]:
-    """Return the names of the network interfaces, loopback included."""
+    """Return the names of network interfaces, including loopback."""
     with suppress(OSError):
         return tuple(name for _, name in socket.if_nameindex())
     return ()
 
 
 def is_host(text: str) -> bool:
-    """Return whether a text can be the name or the address of a machine."""
+    """Return whether a text is a valid host name or address."""
     return _HOST.fullmatch(text) is not None
 
 
 def addresses_of(host: str) -> tuple[str, ...]:
-    """Return the addresses that a host name means here; empty if it means nothing."""
+    """Resolve a host name to addresses; () if it cannot be resolved."""
     with suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -38,14 +38,14 @@ def addresses_of(host: str) -> tuple[str, ...]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether a text is an IP address of the loopback interface; a name never is, not even `localhost`."""
+    """Return whether a text is a loopback IP address; a name, even `localhost`, is not."""
     with suppress(ValueError):
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     return False
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface that traffic to another host leaves by; None if there is no way out, or it is unknown."""
+    """Return the interface of the route to a host; None if there is no route or it is unknown."""
     local = _local_address_towards(host)
     if local is None or is_loopback(local):
         return None
@@ -53,12 +53,12 @@ def interface_towards(host: str) -> str | None:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host name means this machine: whether its address can be bound."""
+    """Return whether a host name refers to this machine: whether its address can be bound."""
     return any(_can_bind(address) for address in addresses_of(host))
 
 
 def way_problem(host: str, port: int, *, seconds: float) -> str:
-    """Return why another machine cannot be reached; "" where it can, even if nothing listens at its port yet."""
+    """Return why a host cannot be reached, or ""; a closed port counts as reachable."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
     except ConnectionRefusedError:
@@ -71,7 +71,7 @@ def way_problem(host: str, port: int, *, seconds: float) -> str:
 
 
 def listens(host: str, port: int, *, seconds: float) -> bool:
-    """Return whether something accepts connections at a port of a machine."""
+    """Return whether a port of a host accepts connections."""
     with suppress(OSError, UnicodeError):
         socket.create_connection((host, port), timeout=seconds).close()
         return True
@@ -79,7 +79,7 @@ def listens(host: str, port: int, *, seconds: float) -> bool:
 
 
 def resolution_problem(name: str) -> str:
-    """Return why a host name has no address here; "" if it has one, or is empty."""
+    """Return why a host name cannot be resolved; "" if it can or is empty."""
     if name:
         try:
             socket.getaddrinfo(name, None)
@@ -89,9 +89,9 @@ def resolution_problem(name: str) -> str:
 
 
 def port_problem(port: int) -> str:
-    """Return why nothing can listen on a port of this machine; "" if something can."""
+    """Return why this machine cannot listen on a port, or ""."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As torch's store does: connections of a job that just ended do not count.
+        # As in torch's store: lingering connections of an ended job do not matter.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -102,7 +102,7 @@ def port_problem(port: int) -> str:
 
 
 def free_ports(first: int, count: int) -> int:
-    """Return the first of `count` unused ports in a row, from `first` on; `first` if there are none."""
+    """Return the start of `count` consecutive unused ports from `first` on, or `first` if there are none."""
     for port in range(first, _LAST_PORT - count):
         if all(_is_unused(port + i) for i in range(count)):
             return port
@@ -110,7 +110,7 @@ def free_ports(first: int, count: int) -> int:
 
 
 def _is_unused(port: int) -> bool:
-    """Count connections of a job that just ended, too: MindSpore's scheduler waits half a minute for them to go."""
+    """Also count lingering connections of an ended job: MindSpore's scheduler waits half a minute for them."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", port))
         return True

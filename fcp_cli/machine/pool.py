@@ -1,4 +1,4 @@
-"""Results of worker processes in the order of their tasks, with few tasks under way at a time: memory stays flat."""
+"""Yields results of worker processes in task order, with few tasks in flight, so that memory stays constant."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def in_order(
     arguments: tuple[Any, ...],
     noun: str,
 ) -> Generator[Result, None, None]:
-    """Yield `work(task)` of each task, in their order; closing the iterator early leaves no process behind.
+    """Yield `work(task)` for each task, in order; closing the iterator early stops all processes.
 
     Args:
-        work: a function of a module, which workers import; its exceptions are raised here.
-        tasks: the tasks to be done; few are taken ahead of their results.
+        work: an importable function; its exceptions are raised here.
+        tasks: tasks; consumed only slightly ahead of results.
         workers: number of processes.
-        initializer: called with `arguments` once in every process.
-        arguments: the arguments that travel to each process.
-        noun: the name of a worker, for messages: "planning process".
+        initializer: called once per process with `arguments`.
+        arguments: arguments of `initializer`.
+        noun: name of a worker for messages, for example "planning process".
     """
-    # Spawned, not forked: a fork of a process that has threads (Arrow's) may hang.
+    # Spawned, not forked: forking a process with threads (Arrow's) may hang.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=initializer, initargs=arguments)
     try:
@@ -56,7 +56,7 @@ def _results(
     pending: deque[Future[Result]] = deque()
     while True:
         for task in tasks:
-            with _starting():  # of processes, while there are fewer than asked for
+            with _starting():  # submitting may start a process
                 pending.append(pool.submit(work, task))
             if len(pending) >= ahead:
                 break
@@ -67,9 +67,9 @@ def _results(
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """Start processes within that never see Ctrl-C, which reaches the whole process group, and are never half started.
+    """Start processes that ignore Ctrl-C, which signals the whole process group, and are never partially started.
 
-    A blocked signal stays blocked in a new process from its first moment, when Python could only end with a traceback.
+    A new process inherits the blocked signal, so that not even its start-up can end with a traceback.
     """
     with interrupts_deferred():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

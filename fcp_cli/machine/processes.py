@@ -1,4 +1,6 @@
-"""The processes below a process, through /proc: torchrun's ranks are sessions of their own, so no group kill helps."""
+"""Process trees through /proc: torchrun's ranks lead their own sessions, so a process group kill does not reach them.
+
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 
 
 def descendants(pid: int) -> list[int]:
-    """Return every live process below `pid`, children first; empty if there is no /proc."""
+    """Return all live descendants of `pid`, children first; [] without /proc."""
     parents = _parents()
     found: list[int] = []
     generation = [pid]
@@ -32,28 +34,28 @@ def parent(pid: int) -> int:
 
 
 def exit_status(pid: int) -> int | None:
-    """Return how another process's child ended, before that one has asked; None while it runs, or where it is gone.
+    """Return the exit status of another process's zombie child; None if it runs or is gone.
 
-    Negative: the signal that ended it.
+    A negative status is the signal that ended it.
     """
     stat = _stat(pid)
     return os.waitstatus_to_exitcode(int(stat[_EXIT_CODE])) if stat and stat[_STATE] == "Z" else None
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process until SIGCONT; a debugger that holds it does not count."""
+    """Return whether a signal has stopped a process (SIGSTOP); a debugger does not count."""
     stat = _stat(pid)
     return bool(stat) and stat[_STATE] == "T"
 
 
 def leads_session(pid: int) -> bool:
-    """Return whether the process was started as the first of a session of its own."""
+    """Return whether a process is the leader of its session."""
     stat = _stat(pid)
     return bool(stat) and int(stat[_SESSION]) == pid
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return clock ticks from boot to the start of a live process, or None if there is none, or no /proc."""
+    """Return the start of a live process in clock ticks since boot; None if it is gone or without /proc."""
     stat = _stat(pid)
     return int(stat[_STARTED]) if stat and stat[_STATE] not in _ENDED else None
 
@@ -76,16 +78,16 @@ def command_of(pid: int) -> list[str]:
     return [os.fsdecode(word) for word in words if word]
 
 
-_HALT_SECONDS = 1.0  # one that waits for a disk halts later, and is ended all the same
-_ENDED = ("Z", "X")  # a zombie runs nothing any more
-_HALTED = ("T", "t", "Z")  # stopped, traced, or waiting to be asked how it ended
+_HALT_SECONDS = 1.0  # a process in disk wait stops later, but is killed anyway
+_ENDED = ("Z", "X")  # zombie or dead
+_HALTED = ("T", "t", "Z")  # stopped, traced or zombie
 
-# Places in /proc/PID/stat, counted after the command name.
+# Field indices in /proc/PID/stat after the command name.
 _STATE, _PARENT, _SESSION, _STARTED, _EXIT_CODE = 0, 1, 3, 19, 49
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the command name, which may hold anything; empty without one."""
+    """Return the fields of /proc/PID/stat after the command name, which may contain anything; [] if unreadable."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -93,22 +95,22 @@ def _stat(pid: int) -> list[str]:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of each process except zombies."""
+    """Return the parent of each process that is not a zombie."""
     stats = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
     return {pid: int(stat[_PARENT]) for pid, stat in stats.items() if stat and stat[_STATE] != "Z"}
 
 
 def send(pids: list[int], number: signal.Signals) -> None:
-    """Signal each process that is still there."""
+    """Signal each process that still exists."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def kill_tree(pid: int) -> None:
-    """End a process and everything below it, now. All are stopped first, so that children started meanwhile are seen.
+    """Kill a process and all its descendants. All are stopped first, so that no child is started unseen.
 
-    A process that ran on would leave the children that it starts after the tree was read.
+    A running process could start children after the tree was read.
     """
     halted: list[int] = []
     while running := [one for one in (pid, *descendants(pid)) if one not in halted]:
@@ -118,7 +120,7 @@ def kill_tree(pid: int) -> None:
 
 
 def _halt(pids: list[int]) -> None:
-    """Stop processes, until none of them is in the middle of starting another."""
+    """Stop processes and wait until all have stopped."""
     send(pids, signal.SIGSTOP)
     end = time.monotonic() + _HALT_SECONDS
     while any((stat := _stat(pid)) and stat[_STATE] not in _HALTED for pid in pids) and time.monotonic() < end:

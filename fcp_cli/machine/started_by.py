@@ -1,6 +1,7 @@
-"""A mark in the environment of everything that one fcp starts: a parent's death hides a process, its environment stays.
+"""An environment marker that all processes started by an fcp process inherit.
 
-torchrun's ranks lead sessions of their own, and a rank whose torchrun was killed has another parent. The mark finds it.
+torchrun's ranks lead their own sessions, and a rank whose torchrun was killed gets another parent. The marker still
+finds it.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from fcp_cli.machine.identity import ProcessIdentity
 
 VARIABLE: Final = "FCP_STARTED_BY"
 
-_END_SECONDS = 5.0  # a killed process is gone at once, unless it waits for a disk
+_END_SECONDS = 5.0  # a killed process ends at once, unless in disk wait
 _POLL_SECONDS = 0.05
 
 
 def mark_of(pid: int) -> str:
-    """Return the value of the mark that process `pid` gives its children; no other process ever gives the same."""
+    """Return the unique marker value that process `pid` gives its children."""
     identity = ProcessIdentity.of(pid)
     return f"{pid}" if identity is None else f"{pid}-{identity.started_ticks}-{identity.boot_id}"
 
 
 def marked_processes(mark: str) -> list[ProcessIdentity]:
-    """Return the live processes of this machine that carry a mark; none if there is no /proc."""
+    """Return the live local processes with a marker; [] without /proc."""
     found = [ProcessIdentity.of(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")]
     return [one for one in found if one is not None and processes.environment_of(one.pid).get(VARIABLE) == mark]
 
 
 def end_marked(mark: str) -> int:
-    """Kill all processes that carry a mark, and those that they start meanwhile; return the number killed."""
+    """Kill all processes with a marker, including any they start meanwhile; return their number."""
     killed: set[ProcessIdentity] = set()
     end = time.monotonic() + _END_SECONDS
     while running := [one for one in marked_processes(mark) if one.pid != os.getpid()]:
         for one in running:
-            with suppress(PermissionError):  # it has changed its user
+            with suppress(PermissionError):  # it runs as another user
                 one.send(signal.SIGKILL)
         killed.update(running)
         if time.monotonic() > end:

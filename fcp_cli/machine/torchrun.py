@@ -1,4 +1,4 @@
-"""The command line of torchrun, wherever fcp starts it. Imports no torch."""
+"""Builds torchrun command lines. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 def torchrun_argv(
     processes: int, *, python: str = sys.executable, options: Sequence[str] = ("--standalone",)
 ) -> list[str]:
-    """Return the words that start `processes` ranks on a node; the program and its arguments follow them.
+    """Return the command that starts `processes` ranks on a node; append the program and its arguments.
 
-    torchrun is started as a module of an interpreter, so that it never is the one of another environment on PATH.
+    torchrun runs as a module of `python`, so that another environment's torchrun on PATH is never used.
 
     Args:
-        processes: ranks on this node.
-        python: the interpreter of torchrun and the ranks.
-        options: how the nodes meet, and where the ranks print; by default one node, on any free port.
+        processes: number of ranks on this node.
+        python: interpreter of torchrun and the ranks.
+        options: rendezvous and log options; by default a single node on any free port.
     """
     return [python, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", *options]

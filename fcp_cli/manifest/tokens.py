@@ -165,7 +165,7 @@ def open_tokens(
 
 
 def open_media(manifest_path: str | Path) -> MediaRecords | None:
-    """Open the media sizes from which a manifest was built; None if it was built from anything but JSON lines of sizes."""
+    """Open the media sizes from which a manifest was built; None if it was not built from JSON lines of sizes."""
     path = Path(manifest_path)
     source = manifest_source(path)
     if source is None or source["kind"] != "media" or not source["path"].endswith(".jsonl") or _has_pixels(source):

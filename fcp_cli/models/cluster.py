@@ -1,4 +1,4 @@
-"""A cluster as figures, read from its YAML in `profiles/clusters` or found on this machine."""
+"""Cluster descriptions, read from YAML in `profiles/clusters` or detected on this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fcp_cli.models.descriptions import find_shipped, is_shipped, read_descripti
 from fcp_cli.validation import NonEmptyText, NonNegative, Positive, RankCount, validated
 
 EXAMPLE_CLUSTER: Final = "example-8x8"
-"""The cluster that stands in where nothing says which."""
+"""Default cluster if none is specified."""
 
-# Part of a device's name as its driver tells it -> the shipped cluster of such devices.
+# Part of a driver's device name -> shipped cluster with such devices.
 _CLUSTERS_OF_DEVICES: Final = {
     "GB200": "gb200-2x72",
     "B200": "b200-8x8",
@@ -34,18 +34,18 @@ _CLUSTERS_OF_DEVICES: Final = {
     "910_93": "ascend910c-4x16",
 }
 THIS_MACHINE: Final = "this-machine"
-# h100-8 is one node of 8 devices of the shipped cluster h100, h100-16x8 sixteen such nodes.
+# h100-8 is one node with 8 devices of the shipped cluster h100; h100-16x8 is 16 such nodes.
 _SIZED: Final = re.compile(r"(?P<like>.+)-(?:(?P<nodes>\d{1,6})x)?(?P<devices>\d{1,4})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRate:
-    """Speed of an attention kernel: a causal sequence of L tokens takes L^2 + token_pairs L, at a share of the peak.
+    """Speed of an attention kernel: the work of a causal sequence of L tokens is L^2 + token_pairs L.
 
     Attributes:
-        forward, backward: share of the peak on long sequences.
-        token_pairs: work per token beyond its pairs, in the units of L^2: partly filled tiles, loads and stores. It
-            makes short sequences, and the chunks of rings, dearer than their squares.
+        forward, backward: fraction of peak reached on long sequences.
+        token_pairs: extra work per token (partial tiles, loads and stores), in units of token pairs. It makes short
+            sequences and ring chunks cost more than their squares.
     """
 
     forward: Positive
@@ -55,23 +55,21 @@ class AttentionRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSpec:
-    """Nodes of equal accelerators; figures are per device unless their name has another.
+    """Nodes of equal accelerators; values are per device unless the name says otherwise.
 
     Attributes:
-        peak_flops: dense BF16 (or FP16) operations per second of the data sheet.
-        linear_efficiency: share of the peak that matrices reach.
-        attention: rates by kernel; profiles are computed for the first. Empty if `attention_efficiency` is given.
-        attention_efficiency: share of the peak that any kernel reaches, in place of `attention`.
-        intra_node_bytes_per_second, inter_node_bytes_per_second: point to point, one way, inside one ring.
-        message_seconds: fixed cost of one message between neighbours of a ring: of one layer, in one direction.
-        microbatch_seconds: fixed cost of one forward and backward, whatever the model; None: see the next.
-        operation_seconds: the time of the host to issue one operation; `profiling.computed.host` counts those of a
-            micro-batch.
-        links_per_node: network links that the devices of a node share, each as fast as `inter_node_bytes_per_second`;
-            None: unknown, and traffic over them is not priced.
-        memory_bytes_per_second: the rate at which a device reads and writes its own memory; None: not known, not
-            priced.
-        sources: figure to where it was read; `assumed` where it was not measured.
+        peak_flops: dense BF16 (or FP16) FLOP/s from the data sheet.
+        linear_efficiency: fraction of peak reached by matrix products.
+        attention: rates by kernel; computed profiles use the first. Empty if `attention_efficiency` is given.
+        attention_efficiency: fraction of peak reached by any kernel, instead of `attention`.
+        intra_node_bytes_per_second, inter_node_bytes_per_second: unidirectional point-to-point bandwidth in a ring.
+        message_seconds: fixed cost of a message between ring neighbours, per layer and direction.
+        microbatch_seconds: fixed cost of a forward and backward pass of any model; None: use `operation_seconds`.
+        operation_seconds: host time to launch an operation; `profiling.computed.host` counts a micro-batch's operations.
+        links_per_node: network links shared by a node's devices, each with `inter_node_bytes_per_second`; None: unknown,
+            so that contention is not priced.
+        memory_bytes_per_second: device memory bandwidth; None: unknown and not priced.
+        sources: origin of each value; `assumed` if not measured.
     """
 
     name: NonEmptyText
@@ -99,22 +97,22 @@ class ClusterSpec:
 
     @property
     def attention_kernel(self) -> KernelName | None:
-        """The attention kernel that computed profiles assume; None if `attention_efficiency` stands for any kernel."""
+        """Attention kernel assumed by computed profiles; None if `attention_efficiency` covers all kernels."""
         return next(iter(self.attention), None)
 
     def running(self, kernel: KernelChoice) -> ClusterSpec:
-        """Return the cluster with profiles computed for another kernel; `auto` changes nothing."""
+        """Return the cluster with another attention kernel for computed profiles; `auto` changes nothing."""
         if kernel == "auto":
             return self
         if kernel not in self.attention:
-            known = f"known there: {', '.join(self.attention)}" if self.attention else "its rate is of any kernel"
-            raise UsageError(f"--attention-kernel {kernel}: {self.name} has no rate of it; {known}")
-        # Only this one: in another order the rates would compare equal, and computed profiles are cached by cluster.
+            known = f"known there: {', '.join(self.attention)}" if self.attention else "its rate covers all kernels"
+            raise UsageError(f"--attention-kernel {kernel}: {self.name} has no rate for it; {known}")
+        # Keep only this rate: reordered mappings compare equal, and computed profiles are cached by cluster.
         return replace(self, attention={kernel: self.attention[kernel]})
 
     @property
     def attention_rate(self) -> AttentionRate:
-        """The rate of `attention_kernel`, or of any kernel."""
+        """Rate of `attention_kernel`, or of all kernels."""
         if self.attention_kernel is not None:
             return self.attention[self.attention_kernel]
         assert self.attention_efficiency is not None, "a cluster was read with one of both"
@@ -122,15 +120,15 @@ class ClusterSpec:
 
     @property
     def is_host(self) -> bool:
-        """Return whether its devices are the cores of this machine, which share one memory."""
+        """Whether its devices are this machine's CPU cores, which share memory."""
         return self.name == THIS_MACHINE
 
 
 def load_cluster(name_or_path: str | Path) -> ClusterSpec:
-    """Load a shipped cluster by name or alias, in another size by `NAME-NODESxDEVICES`, or a description by path.
+    """Load a shipped cluster by name or alias, resized with `NAME-NODESxDEVICES`, or a description by path.
 
     Raises:
-        ProfileError: unknown name (the nearest are listed), unreadable file, missing or impossible figures.
+        ProfileError: the name is unknown (the message lists similar ones), or the file is unreadable or invalid.
     """
     path = Path(name_or_path)
     if path.suffix in {".yaml", ".yml"}:
@@ -159,20 +157,20 @@ def _read_cluster(path: Path) -> ClusterSpec:
 
 
 def cluster_like(device_name: str) -> str:
-    """Return the name of the shipped cluster of devices of that name, else the example's."""
+    """Return the shipped cluster with such devices, else the example cluster."""
     return known_cluster(device_name) or EXAMPLE_CLUSTER
 
 
 def known_cluster(device_name: str) -> str | None:
-    """Return the name of the shipped cluster of devices of that name; None where there is none."""
+    """Return the shipped cluster with such devices, or None."""
     known = (cluster for part, cluster in _CLUSTERS_OF_DEVICES.items() if part in device_name.upper())
     return next(known, None)
 
 
 def cluster_of(found: Accelerators) -> ClusterSpec:
-    """Describe the accelerators of this machine as one node of the shipped cluster that has such devices.
+    """Describe this machine's accelerators as one node of the shipped cluster with such devices.
 
-    Its figures are those of the cluster, but for the number of devices and their memory.
+    All values but the number of devices and their memory are the shipped cluster's.
     """
     shipped = load_cluster(cluster_like(found.name))
     here = "found on this machine"
@@ -187,9 +185,9 @@ def cluster_of(found: Accelerators) -> ClusterSpec:
 
 
 def this_machine() -> ClusterSpec:
-    """Describe this machine as a cluster of one node: cores as devices, round figures where one would have to measure.
+    """Describe this machine as a one-node cluster of CPU cores, with round values for everything unmeasured.
 
-    Never imports torch: accelerators are for `fcp profile` to find, where torch is at hand.
+    Never imports torch; `fcp profile`, which needs torch, finds accelerators.
     """
     cores = usable_cores()
     assumed = "assumed for one CPU core; 'fcp profile' measures it"

@@ -1,4 +1,4 @@
-"""Model and cluster descriptions as YAML: found by name, alias or path, every figure with its source."""
+"""Model and cluster descriptions in YAML: found by name, alias or path; each value has its source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["model", "cluster"]
 
 
 def read_description(path: Path, *, kind: Kind) -> dict[str, Any]:
-    """Return the mapping in a description file, without its format."""
+    """Read a description file; return its mapping without `format`."""
     text = read_text(path, error=ProfileError, label=f"the {kind} ")
     document = parse_yaml(text, name=str(path), error=ProfileError)
     found = document.pop("format", None) if isinstance(document, dict) else type(document).__name__
@@ -27,7 +27,7 @@ def read_description(path: Path, *, kind: Kind) -> dict[str, Any]:
 
 
 def find_shipped(name: str, *, kind: Kind) -> Path:
-    """Return the shipped description of that name or alias; case, dashes and an organisation prefix do not matter."""
+    """Return the shipped description with that name or alias; case, dashes and an organisation prefix are ignored."""
     if _is_path(name):
         what = "a YAML, a config.json or the folder of a checkpoint" if kind == "model" else "a YAML"
         near = nearest_words(name, _files_near(name, kind), most=3)
@@ -56,12 +56,12 @@ def _files_near(name: str, kind: Kind) -> list[str]:
 
 
 def is_shipped(name: str, *, kind: Kind) -> bool:
-    """Return whether a description of that name or alias is shipped."""
+    """Return whether a description with that name or alias is shipped."""
     return _shipped_path(name, kind) is not None
 
 
 def _is_path(name: str) -> bool:
-    """Return whether a name can only be meant as a path: a mistyped one must not end at a model of that name."""
+    """Return whether a name is clearly a path, so that a mistyped path never matches a shipped name."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
 
 
@@ -73,7 +73,7 @@ def _shipped_path(name: str, kind: Kind) -> Path | None:
 
 
 def shipped_aliases(kind: Kind) -> dict[str, list[str]]:
-    """Return the other names of each shipped description."""
+    """Return the aliases of each shipped description."""
     aliases: dict[str, list[str]] = {name: [] for name in shipped_names(kind)}
     for name, path in _shipped_names(kind).items():
         if name != path.stem:
@@ -97,5 +97,5 @@ def _shipped_names(kind: Kind) -> dict[str, Path]:
 
 
 def _key(name: str) -> str:
-    # Dots stay, since 1.7 and 17 billion parameters differ; slashes stay for names of organisations.
+    # Keep dots, since 1.7 and 17 billion parameters differ, and slashes, for organisation names.
     return re.sub(r"[^a-z0-9./]", "", name.lower())

@@ -1,4 +1,4 @@
-"""The figures of a language model's layers by their kinds, and what is particular to a family in transformers."""
+"""Shapes of a language model's layers by kind, and traits of families in transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Attention: TypeAlias = Literal["full", "window", "latent", "linear", "mamba", "n
 Mlp: TypeAlias = Literal["dense", "experts", "none"]
 
 LINEAR_CHUNK: Final = 64
-"""Tokens that kernels of linear attention take at once."""
+"""Chunk size of linear attention kernels, in tokens."""
 
 Trait: TypeAlias = Literal[
     "fp32 norms",
@@ -68,8 +68,8 @@ Trait: TypeAlias = Literal[
     "norms of experts",
     "plain mlp",
 ]
-# Features of families besides their figures. `fp32 norms` multiply with their weight before they round, `power norms`
-# keep the mean of squares besides its root; a `plain mlp` has no gate.
+# Features of families beyond shapes. `fp32 norms` multiply by their weight before rounding; `power norms` save the mean
+# of squares as well as its root; a `plain mlp` has no gate.
 TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
     "gemma3_text": frozenset({"fp32 norms", "four norms"}),
     "gemma3": frozenset({"fp32 norms", "four norms"}),
@@ -92,7 +92,7 @@ TRAITS: Final[Mapping[Architecture, frozenset[Trait]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleNames:
-    """Names of a layer's modules in transformers."""
+    """Module names of a layer in transformers."""
 
     attention: str = "self_attn"
     mamba: str = "mamba"
@@ -120,11 +120,11 @@ NAMES: Final[Mapping[Architecture, ModuleNames]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyValueHeads:
-    """Key and value heads of layers that differ from the others'.
+    """Key and value heads of layers that differ from the other layers.
 
     Attributes:
-        head_dim: the head dim of queries and keys, and of values unless the model has one for them.
-        keys_as_values: values are made of the keys' product, without a matrix of their own.
+        head_dim: head size of queries and keys, and of values unless the model specifies another.
+        keys_as_values: whether values are computed from the key projection, without their own matrix.
     """
 
     num_kv_heads: HeadCount
@@ -134,7 +134,7 @@ class KeyValueHeads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reused:
-    """Last layers, which attend to the keys and values of the last layer of their kind before them.
+    """The last layers, if they reuse the keys and values of the last earlier layer of their kind.
 
     Attributes:
         layers: number of them.
@@ -147,10 +147,10 @@ class Reused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerInputs:
-    """A second embedding, of which each layer adds its own part to the residual stream.
+    """A second embedding table, with a vector per layer that is added to the residual stream.
 
     Attributes:
-        size: the size of a token's embedding for one layer.
+        size: size of a token's vector for one layer.
         vocab_size: rows of the table.
     """
 
@@ -160,15 +160,15 @@ class LayerInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """A mixture of experts in place of an MLP.
+    """A mixture of experts that replaces the MLP.
 
     Attributes:
-        count: experts of a layer.
-        active: the active of them, those that a token goes to.
-        ffn_size: width of one, a gated MLP.
-        shared_ffn_size: width of the shared MLP that every token passes; 0 without one.
-        dense_layers: first layers of the model that have an MLP of `ffn_size` instead.
-        latent_size: width of an expert's input and output, if it is not the hidden size.
+        count: number of experts per layer.
+        active: number of experts per token.
+        ffn_size: width of an expert, a gated MLP.
+        shared_ffn_size: width of the shared expert; 0 if there is none.
+        dense_layers: number of first layers with an MLP of the model's `ffn_size` instead.
+        latent_size: width of an expert's input and output, if not the hidden size.
     """
 
     count: ExpertCount
@@ -181,13 +181,13 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latent:
-    """Keys and values that are made of a small vector per token (MLA); `head_dim` is that of queries and keys.
+    """Multi-head latent attention (MLA); `head_dim` is the head size of queries and keys.
 
     Attributes:
-        query_rank: the query rank of the vector that queries are made of; None: of the hidden state itself.
-        key_value_rank: the key value rank of the vector that keys and values are made of.
-        rotary_size: rotated part of head_dim; all heads share it in the keys.
-        value_size: the size of a value's head.
+        query_rank: rank of the query compression; None: queries are not compressed.
+        key_value_rank: rank of the key-value compression.
+        rotary_size: rotary part of head_dim, shared by all key heads.
+        value_size: head size of values.
     """
 
     query_rank: Width | None = None
@@ -198,12 +198,12 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """Attention by a state of fixed size that the gated delta rule updates (GDN).
+    """Linear attention with the gated delta rule (GDN).
 
     Attributes:
-        key_heads, value_heads: the first divides the second.
-        key_size, value_size: the sizes of a head's keys and values.
-        kernel_size: tokens of the short convolution over queries, keys and values.
+        key_heads, value_heads: numbers of heads; the first divides the second.
+        key_size, value_size: head sizes.
+        kernel_size: width of the short convolution over queries, keys and values.
     """
 
     key_heads: HeadCount
@@ -215,14 +215,14 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba:
-    """A state space of fixed size in place of attention (Mamba-2).
+    """A state-space layer that replaces attention (Mamba-2).
 
     Attributes:
-        heads: the heads that split the layer's inner width.
-        groups: the groups of heads that share the projections to and from the states; divides `heads`.
-        state_size: numbers of the state for each of a head's.
-        kernel_size: tokens of the short convolution before it.
-        chunk_size: tokens that its kernel takes at once.
+        heads: number of heads, which split the inner width.
+        groups: number of head groups with shared state projections; divides `heads`.
+        state_size: state size per channel.
+        kernel_size: width of the short convolution.
+        chunk_size: chunk size of its kernel, in tokens.
     """
 
     heads: HeadCount
@@ -234,36 +234,35 @@ class Mamba:
 
     @property
     def width(self) -> int:
-        """Width of the input and output of the states."""
+        """Inner width."""
         return self.heads * self.head_size
 
     @property
     def mixed_size(self) -> int:
-        """Width of the convolution's input."""
+        """Width of the convolution input."""
         return self.width + 2 * self.groups * self.state_size
 
     @property
     def projected_size(self) -> int:
-        """Width of the input projection: a gate, the convolution's input, and a time step per head."""
+        """Width of the input projection: gate, convolution input, and a time step per head."""
         return self.width + self.mixed_size + self.heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFigures:
-    """The shapes of a language model, as the block `text` of a description gives them.
+    """Shapes of a language model: the block `text` of a description.
 
     Attributes:
-        value_head_dim: size of a value's head, if it is not head_dim and attention is not latent.
-        ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size); given where a layer has no experts.
-        qkv_bias: biases on the query, key and value projections.
-        qk_norm: RMS norms over head_dim on queries and keys.
-        attention: the kinds of the first layers, repeated over all: `full`, `window`, `latent`, `linear`, `mamba` or
-            `none`.
-        window_tokens: how many tokens a token of a `window` layer attends to, itself among them.
-        mlp: the kinds of the first layers' MLPs, repeated over all: `dense`, `experts` or `none`; None: experts in all
-            layers but `experts.dense_layers`, if there are any.
-        full_heads: the heads of `full` layers, if they differ from those of windows.
-        experts, latent, linear, mamba, reused, layer_inputs: given if layers have them.
+        value_head_dim: head size of values, if not head_dim and attention is not latent.
+        ffn_size: width of the gated MLP (three matrices of hidden_size x ffn_size); required if a layer has no experts.
+        qkv_bias: whether query, key and value projections have biases.
+        qk_norm: whether queries and keys have RMS norms over head_dim.
+        attention: attention kinds of the first layers, repeated over all layers.
+        window_tokens: window size of `window` layers, including the token itself.
+        mlp: MLP kinds of the first layers, repeated over all layers; None: experts, if any, in all but
+            `experts.dense_layers`.
+        full_heads: key and value heads of `full` layers, if different from `window` layers.
+        experts, latent, linear, mamba, reused, layer_inputs: present if layers have them.
     """
 
     num_layers: LayerCount
@@ -296,8 +295,8 @@ class LayerKind:
     """Kind of a layer: its attention and its MLP.
 
     Attributes:
-        attention, mlp: `none` without one.
-        reuses: it attends to the keys and values of an earlier layer.
+        attention, mlp: kinds, or `none`.
+        reuses: whether it reuses the keys and values of an earlier layer.
     """
 
     attention: Attention
@@ -310,10 +309,10 @@ class LayerKind:
 
     @property
     def attends(self) -> bool:
-        """Whether queries meet keys and values."""
+        """Whether it has softmax attention."""
         return self.attention in ("full", "window", "latent")
 
     @property
     def keeps_state(self) -> bool:
-        """Whether tokens see the past through a state of fixed size instead of keys and values."""
+        """Whether a fixed-size state replaces keys and values."""
         return self.attention in ("linear", "mamba")

@@ -1,7 +1,7 @@
-"""The layers of a language model: their kinds, and the matrices of each kind by the names that transformers gives them.
+"""Layers of a language model: their kinds, and the matrices of each kind under their transformers names.
 
-Whatever is said of a model's layers (parameters, operations, memory, adapters) is a sum over kinds: nothing else here
-knows of families. Symbols: h = hidden_size, H = num_heads, K = num_kv_heads, D = head_dim, f = ffn_size.
+Parameters, operations, memory and adapters are sums over kinds, so that no other module needs to know families.
+Symbols: h = hidden_size, H = num_heads, K = num_kv_heads, D = head_dim, f = ffn_size.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fcp_cli.models.figures import (
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of a layer, or as many as there are experts.
+    """A matrix of a layer, or the matrices of all experts.
 
     Attributes:
-        ends: widths of input and output.
-        copies: how many copies there are of the matrix, one for each expert.
-        active: the active of them, those that a token is multiplied with.
-        is_linear: a linear layer of PyTorch, which can take adapters.
+        ends: input and output width.
+        copies: number of copies, one per expert.
+        active: number of copies used per token.
+        is_linear: whether it is an `nn.Linear`, which can have adapters.
     """
 
     ends: tuple[int, int]
@@ -57,22 +57,22 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageModel(TextFigures):
-    """The decoder of a model: its figures, its family in transformers, and properties that follow from both."""
+    """Decoder of a model: its shapes, its family in transformers, and derived properties."""
 
     architecture: Architecture
 
     def has(self, trait: Trait) -> bool:
-        """Return whether the family has a feature."""
+        """Return whether the family has a trait."""
         return trait in TRAITS.get(self.architecture, frozenset())
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer, in their order."""
+        """Kind of each layer, in order."""
         return _kinds_of_layers(*self._kind_figures)
 
     @property
     def kinds(self) -> dict[LayerKind, int]:
-        """The kinds of layers, with how many there are of each."""
+        """Number of layers of each kind."""
         return dict(_counted_kinds(*self._kind_figures))
 
     @property
@@ -82,31 +82,31 @@ class LanguageModel(TextFigures):
         return self.num_layers, self.attention, self.mlp, dense, reused
 
     def heads(self, kind: LayerKind) -> KeyValueHeads:
-        """Return the key and value heads of a layer that attends by softmax."""
+        """Return the key and value heads of a softmax-attention layer."""
         if kind.attention == "full" and self.full_heads is not None:
             return self.full_heads
         return KeyValueHeads(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def value_dim(self, kind: LayerKind) -> int:
-        """Return the size of a value's head in such a layer."""
+        """Return the head size of values in a layer of this kind."""
         if self.latent is not None:
             return self.latent.value_size
         return self.value_head_dim or self.heads(kind).head_dim
 
     def query_size(self, kind: LayerKind) -> int:
-        """Return the elements of the queries that a token has in such a layer."""
+        """Return the query elements per token in a layer of this kind."""
         return self.num_heads * self.heads(kind).head_dim
 
     def key_size(self, kind: LayerKind) -> int:
-        """Return the elements of the keys that a token has in such a layer."""
+        """Return the key elements per token in a layer of this kind."""
         return self.heads(kind).num_kv_heads * self.heads(kind).head_dim
 
     def value_size(self, kind: LayerKind) -> int:
-        """Return the elements of the values that a token has in such a layer."""
+        """Return the value elements per token in a layer of this kind."""
         return self.heads(kind).num_kv_heads * self.value_dim(kind)
 
     def key_value_elements(self, *attention: Attention) -> int:
-        """Return the elements of keys and values that a token has in all layers of some kinds of attention."""
+        """Return the key and value elements per token, summed over layers with these attention kinds."""
         return sum(
             count * (self.key_size(kind) + self.value_size(kind))
             for kind, count in self.kinds.items()
@@ -114,7 +114,7 @@ class LanguageModel(TextFigures):
         )
 
     def hop_elements(self, tensor_parallel: int) -> int:
-        """Return the elements of a token's keys and values in a message of a ring, at most."""
+        """Return the maximum key and value elements per token in a ring message."""
         return max(
             max(1, heads.num_kv_heads // tensor_parallel) * (heads.head_dim + self.value_dim(kind))
             for kind in self.kinds
@@ -123,7 +123,7 @@ class LanguageModel(TextFigures):
         )
 
     def query_elements(self, *attention: Attention) -> int:
-        """Return the elements of queries and outputs that a token has in all layers of some kinds of attention."""
+        """Return the query and output elements per token, summed over layers with these attention kinds."""
         return sum(
             count * self.num_heads * (self.heads(kind).head_dim + self.value_dim(kind))
             for kind, count in self.kinds.items()
@@ -132,12 +132,12 @@ class LanguageModel(TextFigures):
 
     @property
     def shared_kv_heads(self) -> int:
-        """Greatest number of ranks that can split the key and value heads of every layer."""
+        """Maximum number of ranks that can split the key and value heads of every layer."""
         heads = [self.heads(kind).num_kv_heads for kind in self.kinds if kind.attends]
         return math.gcd(*heads) if heads else self.num_kv_heads
 
     def dense_width(self, kind: LayerKind) -> int:
-        """Return the width of the MLP of a layer without experts."""
+        """Return the MLP width of a layer without experts."""
         if kind.reuses and self.reused is not None:
             return self.reused.ffn_size
         assert self.ffn_size is not None, "a description with layers without experts has their width"
@@ -145,60 +145,60 @@ class LanguageModel(TextFigures):
 
     @property
     def latent_figures(self) -> Latent:
-        """The figures of latent attention, of a model that has such layers."""
+        """Shapes of latent attention; the model must have such layers."""
         assert self.latent is not None, "a description that names a kind of layer has its figures"
         return self.latent
 
     @property
     def linear_figures(self) -> Linear:
-        """The figures of linear attention, of a model that has such layers."""
+        """Shapes of linear attention; the model must have such layers."""
         assert self.linear is not None, "a description that names a kind of layer has its figures"
         return self.linear
 
     @property
     def mamba_figures(self) -> Mamba:
-        """The figures of state spaces, of a model that has such layers."""
+        """Shapes of state-space layers; the model must have such layers."""
         assert self.mamba is not None, "a description that names a kind of layer has its figures"
         return self.mamba
 
     @property
     def ring_layers(self) -> int:
-        """Layers whose keys and values go round a ring."""
+        """Number of layers whose keys and values pass around a ring."""
         return sum(kind.attention in ("full", "latent") for kind in self.layer_kinds)
 
     @property
     def window_layers(self) -> int:
-        """Layers of whose keys and values the rows before each chunk travel alone."""
+        """Number of layers that exchange only the halo before each chunk."""
         return sum(kind.attention == "window" for kind in self.layer_kinds)
 
     @property
     def state_layers(self) -> int:
-        """Layers that pass on a state."""
+        """Number of layers that pass a state between chunks."""
         return sum(kind.keeps_state for kind in self.layer_kinds)
 
     @property
     def layer_period(self) -> int:
-        """Layers after which their kinds repeat; 1 where all are alike, or they do not repeat from the first on."""
+        """Period of layer kinds; 1 if all are equal or there is no period."""
         kinds = self.layer_kinds
         periods = range(1, min(max(len(self.attention), len(self.mlp or ())), self.num_layers // 2) + 1)
         found = (period for period in periods if kinds == (kinds[:period] * len(kinds))[: len(kinds)])
         return next(found, 1)
 
-    @cache  # noqa: B019 - specifications are few, and a search for a recipe asks for their matrices thousands of times
+    @cache  # noqa: B019 - there are few specs, and a recipe search asks for their matrices thousands of times
     def matrices(self, kind: LayerKind) -> Mapping[str, Matrix]:
-        """Return the matrices of a layer of a kind by their names below it."""
+        """Return the matrices of a layer, by module name in the layer."""
         return _ATTENTION_MATRICES[kind.attention](self, kind) | _mlp_matrices(self, kind) | _layer_input_matrices(self)
 
     def layer_parameters(self, kind: LayerKind) -> int:
-        """Return the parameters of a layer of a kind: matrices, biases and norms."""
+        """Return the parameters of a layer: matrices, biases and norms."""
         return sum(matrix.parameters for matrix in self.matrices(kind).values()) + _vectors(self, kind)
 
     def active_layer_parameters(self, kind: LayerKind) -> int:
-        """Return the parameters of the matrices of such a layer that a token is multiplied with."""
+        """Return the matrix parameters of a layer used per token."""
         return sum(matrix.active_parameters for matrix in self.matrices(kind).values())
 
     def layer_linear_parameters(self, kind: LayerKind) -> int:
-        """Return the parameters of such a layer that linear layers of PyTorch and routers multiply with."""
+        """Return the parameters of a layer in `nn.Linear` modules and routers, without experts."""
         return self.active_layer_parameters(kind) - sum(
             matrix.active_parameters for matrix in self.matrices(kind).values() if matrix.copies > 1
         )
@@ -210,12 +210,12 @@ class LanguageModel(TextFigures):
 
     @property
     def largest_mlp_matrix_parameters(self) -> int:
-        """Parameters of the largest tensor of an MLP, in which matrices of all experts are one."""
+        """Parameters of the largest MLP tensor; all experts' matrices form a single tensor."""
         matrices = (matrix for kind in self.kinds for matrix in _mlp_matrices(self, kind).values())
         return max((matrix.parameters for matrix in matrices), default=0)
 
     def layer_expert_parameters(self, kind: LayerKind) -> int:
-        """Return the parameters of a layer's experts, which ranks of expert parallelism share out."""
+        """Return the parameters of a layer's experts, which expert parallelism shards."""
         return sum(matrix.parameters for matrix in self.matrices(kind).values() if matrix.copies > 1)
 
     @property
@@ -225,13 +225,13 @@ class LanguageModel(TextFigures):
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters that every token is multiplied with: of the layers' matrices, and the output layer."""
+        """Matrix parameters used per token, including the output layer."""
         layers = sum(count * self.active_layer_parameters(kind) for kind, count in self.kinds.items())
         return layers + self.embedding_parameters + self.layer_input_parameters[1]
 
     @property
     def layer_input_parameters(self) -> tuple[int, int]:
-        """Parameters of the table of the layers' own embeddings, and of the matrix that adds to them."""
+        """Parameters of the per-layer embedding table, and of the matrix that projects into it."""
         if self.layer_inputs is None:
             return 0, 0
         width = self.num_layers * self.layer_inputs.size
@@ -243,25 +243,25 @@ class LanguageModel(TextFigures):
 
     @property
     def text_parameters(self) -> int:
-        """Parameters of the language model alone."""
-        # A tied table serves input and output.
+        """Parameters of the language model without the vision encoder."""
+        # A tied table is shared by input and output.
         tables = self.embedding_parameters * (1 if self.tied_embeddings else 2)
         return self.layers_parameters + tables + self.root_vectors + sum(self.layer_input_parameters)
 
     @property
     def root_vectors(self) -> int:
-        """Parameters of the norms outside of layers."""
+        """Parameters of norms outside the layers."""
         return self.hidden_size + (0 if self.layer_inputs is None else self.layer_inputs.size)
 
     @property
     def active_parameters(self) -> int:
-        """Parameters of the language model that a token meets, of all experts those that it goes to."""
+        """Language model parameters used per token: of experts, only the active ones."""
         experts = self.experts
         idle = 0 if experts is None else self.expert_parameters * (experts.count - experts.active) // experts.count
         return self.text_parameters - idle
 
 
-@cache  # asked for again and again while recipes are tried
+@cache  # a recipe search calls it repeatedly
 def _kinds_of_layers(
     layers: int, attention: tuple[Attention, ...], mlp: tuple[Mlp, ...] | None, dense: int, reused: int
 ) -> tuple[LayerKind, ...]:
@@ -329,7 +329,7 @@ def _linear_matrices(spec: LanguageModel, kind: LayerKind) -> dict[str, Matrix]:
             "linear_attn.in_proj_a": Matrix((h, linear.value_heads)),
         }
     return inputs | {
-        # A depthwise convolution: one kernel per channel.
+        # A depthwise convolution: a kernel per channel.
         "linear_attn.conv1d": Matrix((linear.kernel_size, 2 * keys + values), is_linear=False),
         "linear_attn.out_proj": Matrix((values, h)),
     }
@@ -387,7 +387,7 @@ def _layer_input_matrices(spec: LanguageModel) -> dict[str, Matrix]:
 
 
 def _vectors(spec: LanguageModel, kind: LayerKind) -> int:
-    """Count the parameters of a layer outside of matrices: norms, biases, and attention's own vectors."""
+    """Count a layer's parameters outside matrices: norms, biases and attention vectors."""
     halves = (kind.attention != "none") + (kind.mlp != "none")
     norms = halves * (2 if spec.has("four norms") else 1) + (spec.layer_inputs is not None)
     found = norms * spec.hidden_size
@@ -396,20 +396,20 @@ def _vectors(spec: LanguageModel, kind: LayerKind) -> int:
     experts = spec.experts
     if kind.has_experts and experts is not None:
         if spec.has("expert biases"):
-            found += experts.count * (1 + 2 * experts.ffn_size + spec.hidden_size)  # the router's, too
-        if spec.has("norms of experts"):  # three of them, and the router's scales of its input and of each expert
+            found += experts.count * (1 + 2 * experts.ffn_size + spec.hidden_size)  # including the router's bias
+        if spec.has("norms of experts"):  # three norms, the router's input scale, and a scale per expert
             found += 4 * spec.hidden_size + experts.count
     return found
 
 
 def _linear_vectors(spec: LanguageModel) -> int:
     linear = spec.linear_figures
-    return 2 * linear.value_heads + linear.value_size  # decay and its bias, and a norm over a head
+    return 2 * linear.value_heads + linear.value_size  # decay, its bias, and a norm per head
 
 
 def _mamba_vectors(spec: LanguageModel) -> int:
     mamba = spec.mamba_figures
-    # The convolution's bias, decay, time step, skip connection, and a norm.
+    # Convolution bias, decay, time step, skip connection, and a norm.
     return mamba.mixed_size + 3 * mamba.heads + mamba.width
 
 

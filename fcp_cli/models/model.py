@@ -1,4 +1,4 @@
-"""A model as figures, read from its YAML in `profiles/models` or from a Hugging Face config.json."""
+"""Model descriptions, read from YAML in `profiles/models` or from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from fcp_cli.validation import NonEmptyText, fields_of, validated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionSpec:
-    """A vision tower with the projector into the language model.
+    """A vision tower and its projector into the language model.
 
     Attributes:
         kind: `qwen3_vl` (merger and deepstack mergers), `qwen2_5_vl` (gated MLPs, attention in windows, merger),
-            `internvit` (class token, pixel shuffle, MLP projector), `siglip` (means of patches, a norm and a matrix) or
-            `gemma4` (blocks of Gemma 4's language model, means of patches, a matrix).
-        image_size: side in pixels of the square that the position table covers; None where there is no table.
-        axis_positions: rows of the table of each axis, of an encoder that has two.
-        merge_size: side of the square of patches that becomes one token.
-        out_hidden_size: hidden size of the language model that it feeds.
-        deepstack_layers: blocks of the tower whose output, through a merger each, feeds early layers of the language
-            model; empty where there are none.
-        window_size: side in pixels of the square within which most blocks attend; None where all attend to the whole
-            image or frame.
-        full_attention_layers: blocks that attend to the whole image or frame though others have windows.
+            `internvit` (class token, pixel shuffle, MLP projector), `siglip` (patch pooling, norm, matrix) or `gemma4`
+            (blocks of Gemma 4's language model, patch pooling, matrix).
+        image_size: side in pixels of the square covered by the position table; None without a table.
+        axis_positions: rows of the position table per axis, for encoders with a table per axis.
+        merge_size: side of the square of patches merged into a token.
+        out_hidden_size: hidden size of the language model.
+        deepstack_layers: tower blocks whose outputs feed early language model layers, each through a merger.
+        window_size: side in pixels of attention windows in most blocks; None if all blocks attend to the full image or
+            frame.
+        full_attention_layers: blocks that attend to the full image or frame if others have windows.
     """
 
     kind: Literal["qwen3_vl", "qwen2_5_vl", "internvit", "siglip", "gemma4"]
@@ -56,25 +55,25 @@ class VisionSpec:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of the matrices that a patch is multiplied with in the blocks, without biases and norms."""
+        """Parameters of the blocks' matrices, without biases and norms."""
         mlp_matrices = 3 if self.has_gated_mlp else 2
         return self.depth * (4 * self.hidden_size**2 + mlp_matrices * self.hidden_size * self.ffn_size)
 
     @property
     def table_patches(self) -> int:
-        """Entries of the position table; 0 where positions are rotary alone."""
+        """Entries of the position table; 0 if positions are only rotary."""
         if self.axis_positions is not None:
             return 2 * self.axis_positions
         return 0 if self.image_size is None else (self.image_size // self.patch_size) ** 2
 
     @property
     def full_attention_blocks(self) -> int:
-        """Blocks in which every patch attends to all patches of its image or frame."""
+        """Number of blocks with attention over the full image or frame."""
         return self.depth if self.window_size is None else len(self.full_attention_layers)
 
     @property
     def block_period(self) -> int:
-        """Blocks after which their kinds repeat: 1 where all are alike, `depth` where there is no such number."""
+        """Period of block kinds: 1 if all are equal, `depth` if there is no period."""
         if self.window_size is None:
             return 1
         period = self.full_attention_layers[0] + 1 if self.full_attention_layers else 1
@@ -83,24 +82,24 @@ class VisionSpec:
 
     @property
     def window_patches(self) -> int:
-        """Patches of a whole window, whose sides are multiples of merged patches; 0 where there are none."""
+        """Patches of a full window, whose sides are multiples of `merge_size`; 0 without windows."""
         if self.window_size is None:
             return 0
         return (self.window_size // self.merge_size // self.patch_size * self.merge_size) ** 2
 
     @property
     def encoder_parameters(self) -> int:
-        """Parameters of embedding, positions and blocks, without the projector."""
+        """Parameters of embedding, positions and blocks, excluding the projector."""
         h, is_qwen2_5, is_gemma4 = self.hidden_size, self.kind == "qwen2_5_vl", self.kind == "gemma4"
-        # The first matrix takes the three colours of a patch, of as many frames as are merged in time.
+        # The first matrix maps a patch's three channels over all temporally merged frames.
         embedding = 3 * self.temporal_patch_size * self.patch_size**2 * h + self.table_patches * h
         embedding += 0 if is_qwen2_5 or is_gemma4 else h
-        class_token = 2 * h if self.kind == "internvit" else 0  # the token and its position
+        class_token = 2 * h if self.kind == "internvit" else 0  # token and position
         layer_scales = 2 * h if self.kind == "internvit" else 0
-        # Two norms, which have no bias in Qwen2.5-VL; biases of qkv and out, and of the MLP's matrices.
+        # Two norms (without bias in Qwen2.5-VL); biases of qkv, output, and MLP matrices.
         norms, mlp = (2 * h, 2 * self.ffn_size + h) if is_qwen2_5 else (4 * h, self.ffn_size + h)
         vectors = norms + 4 * h + mlp + layer_scales
-        if is_gemma4:  # four norms, and those of queries and keys
+        if is_gemma4:  # four norms, plus query and key norms
             vectors = 4 * h + 2 * (h // self.num_heads)
         last_norm = 2 * h if self.kind == "siglip" else 0
         return embedding + class_token + self.block_parameters + self.depth * vectors + last_norm
@@ -124,11 +123,11 @@ class VisionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec(LanguageModel):
-    """A decoder-only language model, with a vision tower where it has one.
+    """A decoder-only language model, optionally with a vision tower.
 
     Attributes:
         architecture: family in transformers.
-        sources: figure, or block of figures, to where it was read.
+        sources: origin of each value or block.
     """
 
     name: str
@@ -143,7 +142,7 @@ class ModelSpec(LanguageModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Description:
-    """A description file, without its format."""
+    """Content of a description file without `format`."""
 
     name: NonEmptyText
     architecture: Architecture
@@ -154,10 +153,10 @@ class _Description:
 
 
 def load_model(name_or_path: str | Path) -> ModelSpec:
-    """Load a shipped model by name or alias, or a description by path: YAML, config.json, or the folder that holds one.
+    """Load a shipped model by name or alias, or a description by path: YAML, config.json, or its folder.
 
     Raises:
-        ProfileError: unknown name (the nearest are listed), unreadable file, missing or contradictory figures.
+        ProfileError: the name is unknown (the message lists similar ones), or the file is unreadable or inconsistent.
     """
     path = Path(name_or_path)
     if path.is_dir() and (path / "config.json").is_file():
@@ -181,7 +180,7 @@ def load_model(name_or_path: str | Path) -> ModelSpec:
 
 
 def known_model(name: str) -> ModelSpec | None:
-    """Load a model as `load_model` does; None if there is none that can be read."""
+    """Load a model like `load_model`, or return None if it cannot be read."""
     try:
         return load_model(name)
     except ProfileError:
@@ -189,11 +188,10 @@ def known_model(name: str) -> ModelSpec | None:
 
 
 def load_hf_config(path: Path) -> ModelSpec:
-    """Read a Hugging Face config.json: the language model, and the encoder of a vision-language model.
+    """Read a config.json: the language model, and the vision encoder if any.
 
     Raises:
-        ProfileError: unreadable, not a model of a known architecture, with an encoder that fcp cannot describe, or
-            contradictory figures.
+        ProfileError: the file is unreadable or inconsistent, or the architecture or its encoder is not supported.
     """
     read = read_hf_config(path)
     text = validated(read.figures, TextFigures, where=str(path), error=ProfileError)
@@ -211,7 +209,7 @@ def load_hf_config(path: Path) -> ModelSpec:
 
 
 def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:
-    """Return the model, unless figures contradict each other; the message names the first that do."""
+    """Return the model, or raise ProfileError on the first inconsistency."""
     blocks: list[tuple[str, TextFigures | KeyValueHeads]] = [("", spec)]
     if spec.full_heads is not None:
         blocks.append(("full_heads.", spec.full_heads))
@@ -240,7 +238,7 @@ def _checked(spec: ModelSpec, *, where: str) -> ModelSpec:
 
 
 def _kind_complaints(spec: ModelSpec) -> list[tuple[bool, str]]:
-    """Return the fault of the kinds of layers and of the blocks that describe them, or None."""
+    """Return (is wrong, message) checks of layer kinds and their blocks."""
     experts, latent, linear, mamba = spec.experts, spec.latent, spec.linear, spec.mamba
     needed = {"window": spec.window_tokens, "latent": latent, "linear": linear, "mamba": mamba}
     key = {"window": "window_tokens"}
@@ -268,8 +266,8 @@ def _kind_complaints(spec: ModelSpec) -> list[tuple[bool, str]]:
         complaints.append(
             (
                 first < 1 or not after <= before,
-                f"reused.layers {spec.reused.layers} of {spec.num_layers} leaves no layer of their kinds whose keys "
-                "and values they could reuse",
+                f"reused.layers {spec.reused.layers} of {spec.num_layers} leaves no earlier layer of their kinds whose "
+                "keys and values they could reuse",
             )
         )
     if experts is not None:

@@ -1,12 +1,13 @@
-"""Counts the operations of one forward pass of a model, as a sum over its kinds of layers.
+"""Counts the operations (FLOPs) of a model's forward pass, as a sum over layer kinds.
 
-Two per matrix entry and token, of all experts those that a token goes to; causal attention by softmax H (D + Dv) per
-layer and pair of tokens, half of a full mask's (D of queries and keys, Dv of values), in a window as many as
-`cost.model.windowed_pairs` says. Linear attention works on chunks of C tokens with a state of Dk x Dv in each head:
-2 C (3 Dk + 2 Dv) + 6 Dk Dv per token and head. State spaces of P x N in each head do so, too: 2 C (N + P) + 4 P N per
-token and head, as in transformers' own code, which repeats the group's states for each head. A vision
-encoder attends without a mask, 4 h per block and pair of patches of an image or frame, or of a window, whose pairs grow
-with the patches alone.
+- Matrices: 2 per entry and token; of experts, only active ones.
+- Causal softmax attention: H (D + Dv) per layer and token pair, half of a full mask's (D = head size of queries and
+  keys, Dv of values). For windows, `cost.model.windowed_pairs` counts the pairs.
+- Linear attention, in chunks of C tokens with a Dk x Dv state per head: 2 C (3 Dk + 2 Dv) + 6 Dk Dv per token and head.
+- State spaces with a P x N state per head: 2 C (N + P) + 4 P N per token and head, as in transformers, which repeats
+  a group's states for each head.
+- Vision encoder: full attention, 4 h per block and pair of patches in an image, frame or window. Pairs in windows grow
+  linearly with the patches.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from fcp_cli.models.model import ModelSpec, VisionSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operations:
-    """Operations of one forward pass of the whole model on one device."""
+    """Operations of a model's forward pass on one device."""
 
-    linear_per_token: float  # matrices of the layers and the output layer, and updates of states
-    attention_per_token2: float  # causal, of layers without windows
-    window_per_token2: float = 0.0  # causal, of layers with them
+    linear_per_token: float  # layer matrices, output layer and state updates
+    attention_per_token2: float  # causal, layers without windows
+    window_per_token2: float = 0.0  # causal, layers with windows
     vision_per_patch: float = 0.0
-    vision_per_patch2: float = 0.0  # full mask within one image or frame
+    vision_per_patch2: float = 0.0  # full mask within an image or frame
 
 
 def forward_operations(spec: ModelSpec) -> Operations:
-    """Count the operations of one forward pass, with the output layer: it is 22 % of the matrices of Qwen3-1.7B."""
+    """Count the operations of a forward pass, including the output layer (22 % of Qwen3-1.7B's matrices)."""
     vision = spec.vision
     return Operations(
         linear_per_token=2.0 * spec.matrix_parameters + _linear_attention(spec) + _state_spaces(spec),
@@ -64,7 +65,7 @@ def _state_spaces(spec: LanguageModel) -> float:
 
 
 def _operations_per_patch(vision: VisionSpec) -> float:
-    """Count the matrices, and attention within windows: whole ones, which overrates those at the edges of a picture."""
+    """Count matrices and windowed attention, with all windows full: slightly too much at picture edges."""
     matrices = 2.0 * (vision.block_parameters + vision.projector_parameters / vision.merge_size**2)
     windowed_blocks = vision.depth - vision.full_attention_blocks
     return matrices + 4.0 * windowed_blocks * vision.hidden_size * vision.window_patches

@@ -1,6 +1,6 @@
-"""Kinds of numbers that describe a model, each with the largest value that it can mean.
+"""Number types of model descriptions, with upper limits.
 
-Each limit is well above every published model, and low enough that a list per layer or a product of sizes ends.
+Limits are well above published models, and low enough that per-layer lists and products of sizes stay small.
 """
 
 from __future__ import annotations

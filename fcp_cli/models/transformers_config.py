@@ -1,4 +1,4 @@
-"""A model's figures as the configuration arguments of Hugging Face transformers."""
+"""Converts model descriptions to configuration arguments of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _BACKBONES: Final = {
 
 
 def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
-    """Return the language model as transformers knows it: (model type, configuration arguments).
+    """Return (model type, configuration arguments) of the language model in transformers.
 
-    Models with a vision tower give their language backbone: Qwen3 for Qwen3-VL, Qwen2 for Qwen2.5-VL, either for
+    For vision-language models this is the language backbone: Qwen3 for Qwen3-VL, Qwen2 for Qwen2.5-VL, either for
     InternVL.
     """
     model_type = _BACKBONES.get(spec.architecture, spec.architecture)
@@ -44,7 +44,7 @@ def text_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
     if spec.latent is not None:
         arguments |= {name: getattr(spec.latent, figure) for figure, name in LATENT_NAMES.items()}
         arguments["qk_nope_head_dim"] = spec.head_dim - spec.latent.rotary_size
-        del arguments["head_dim"]  # that of the rotation there
+        del arguments["head_dim"]  # there it means the rotary size
     if spec.linear is not None:
         arguments |= {name: getattr(spec.linear, figure) for figure, name in LINEAR_NAMES.items()}
     if spec.mamba is not None:
@@ -93,11 +93,11 @@ def _expert_arguments(spec: ModelSpec, experts: Experts) -> dict[str, Any]:
 
 
 def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
-    """Return the whole model as transformers knows it: (model type, configuration arguments)."""
+    """Return (model type, configuration arguments) of the full model in transformers."""
     model_type, text = text_config(spec)
     if spec.vision is None:
         return model_type, text
-    # Qwen's own placeholders where the vocabulary reaches so far, else the last two tokens.
+    # Qwen's placeholder ids if the vocabulary is large enough, else the last two tokens.
     image_token = min(151_655, spec.vocab_size - 2)
     whole: dict[str, Any] = {"tie_word_embeddings": spec.tied_embeddings, "image_token_id": image_token}
     if spec.architecture == "internvl":
@@ -108,8 +108,8 @@ def whole_config(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         return "gemma3", {**whole, "text_config": text, **_gemma3_config(spec.vision)}
     if spec.architecture == "gemma4":
         return "gemma4", {**whole, "text_config": text, **gemma4_config(spec.vision)}
-    # Rotary frequencies of time, height and width: 24, 20 and 20 of 64 in Qwen3-VL, 16, 24 and 24 in Qwen2.5-VL.
-    # Qwen3.5 rotates a quarter of a head, in 11, 11 and 10 of 32.
+    # Rotary sections of time, height and width: 24, 20 and 20 of 64 in Qwen3-VL, 16, 24 and 24 in Qwen2.5-VL. Qwen3.5
+    # rotates a quarter of a head: 11, 11 and 10 of 32.
     rotated = 0.25 if spec.architecture.startswith("qwen3_5") else 1.0
     half = int(spec.head_dim * rotated) // 2
     side = half * (10 if rotated < 1 else 12 if spec.architecture == "qwen2_5_vl" else 10) // 32
@@ -160,7 +160,7 @@ def _gemma3_config(vision: VisionSpec) -> dict[str, Any]:
 
 
 def gemma4_config(vision: VisionSpec) -> dict[str, Any]:
-    """Return the blocks of a Gemma 4's encoders, of which it has that of images alone."""
+    """Return Gemma 4's encoder blocks; it has only the vision encoder."""
     tower = {
         "hidden_size": vision.hidden_size,
         "intermediate_size": vision.ffn_size,
@@ -188,7 +188,7 @@ def _qwen2_5_vl_tower(vision: VisionSpec) -> dict[str, Any]:
         **_qwen_tower(vision),
         "window_size": vision.window_size,
         "fullatt_block_indexes": list(vision.full_attention_layers),
-        "tokens_per_second": 2,  # as the published checkpoints of all sizes have it
+        "tokens_per_second": 2,  # as in published checkpoints of all sizes
     }
 
 

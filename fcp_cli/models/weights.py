@@ -20,7 +20,7 @@ from fcp_cli.words import first_line
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-_FILE_NAME: Final = re.compile(r"[^\x00-\x1f\x7f]{1,255}")  # none is longer
+_FILE_NAME: Final = re.compile(r"[^\x00-\x1f\x7f]{1,255}")  # the file system's limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class WeightFiles:
     """The weights of a checkpoint folder.
 
     Attributes:
-        files: tensor's name in the checkpoint to the file that holds it.
+        files: file of each tensor, by tensor name.
     """
 
     folder: Path
@@ -36,12 +36,12 @@ class WeightFiles:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder holds safetensors of a checkpoint."""
+    """Return whether a folder has safetensors weights."""
     return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """Find the weights of a checkpoint folder, and check that its files are whole."""
+    """Find the weights of a checkpoint folder, and check that its files are complete."""
     if (folder / INDEX).is_file():
         document = read_json(folder / INDEX, error=RunError)
         names = document.get("weight_map") if isinstance(document, dict) else None
@@ -62,12 +62,12 @@ def find_weights(folder: Path) -> WeightFiles:
     for file in sorted(set(files.values())):
         missing = {tensor for tensor, place in files.items() if place == file} - set(_tensors_of(file))
         if missing:
-            raise RunError(f"{file} has no tensor {shown(min(missing))}, which {INDEX} looks for there; copy it again")
+            raise RunError(f"{file} has no tensor {shown(min(missing))}, which {INDEX} lists for it; copy it again")
     return WeightFiles(folder=folder, files=files)
 
 
 def _conversion(folder: Path) -> str:
-    """Return the command that writes pickled weights as safetensors; transformers loads tensors alone of a pickle."""
+    """Return a command that converts pickled weights to safetensors; transformers unpickles only tensors."""
     file = folder / "config.json"
     document = read_json(file, error=RunError) if file.is_file() else None
     names = document.get("architectures") if isinstance(document, dict) else None
@@ -83,7 +83,7 @@ def _tensors_of(file: Path) -> list[str]:
 
 
 def opened_file(file: Path, *, framework: str = "numpy") -> Any:
-    """Open a file of tensors; `framework` is `pt` for those of torch."""
+    """Open a safetensors file; `framework` is `pt` for torch tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:

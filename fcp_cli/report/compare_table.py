@@ -1,4 +1,4 @@
-"""`fcp compare` as a table of 80 columns and as a JSON document."""
+"""Output of `fcp compare`: a table of 80 columns, or a JSON document."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def ranked(contenders: Sequence[Contender]) -> list[Contender]:
-    """Sort the quickest first, each under its own best sync, and those that cannot plan the batches last."""
+    """Sort by step time under each strategy's best sync; strategies that failed come last."""
     return sorted(contenders, key=lambda one: one.best.step_seconds if one.best else float("inf"))
 
 
 def print_comparison(console: Console, contenders: Sequence[Contender], syncs: Sequence[Sync]) -> None:
-    """Print a line per strategy, the quickest first, and below the table why a strategy has no figures."""
+    """Print a row per strategy, fastest first, and below the table why others failed."""
     print_table(console, _table(ranked(contenders), syncs))
     for contender in contenders:
         if contender.refusal:
@@ -32,13 +32,13 @@ def print_comparison(console: Console, contenders: Sequence[Contender], syncs: S
 
 
 def _table(contenders: Sequence[Contender], syncs: Sequence[Sync]) -> Table:
-    caption = "over: micro-batches that hold more than the token budget, and would run out of memory"
+    caption = "over: micro-batches over the token budget, which would run out of memory"
     if len(syncs) > 1:
-        caption = f"seconds per step under each sync; the other columns are under the quicker one\n{caption}"
+        caption = f"seconds per step under each sync; other columns are under the faster one\n{caption}"
     own = [one.name for one in contenders if one.best and strategy(one.name).own_execution]
     if own:
-        caption += f"\n{', '.join(own)}: an execution of its own, which nothing here runs; against its own bound"
-    # Nine columns fit 80 characters with one space between them.
+        caption += f"\n{', '.join(own)}: needs an execution that fcp lacks; compared with its own bound"
+    # Nine columns fit into 80 characters with single spaces.
     names = ("strategy", *syncs, "slower", "gap", "idle", "groups", "over", "ms/step")
     table = new_table(*names, show_edge=False, padding=0, caption=caption, caption_justify="left")
     fastest = min((one.best.step_seconds for one in contenders if one.best), default=1.0)
@@ -67,7 +67,7 @@ def _percent(share: float) -> str:
 
 
 def comparison_document(contenders: Sequence[Contender], problem: Problem, *, steps: int) -> dict[str, Any]:
-    """Return every outcome as `--json` prints it, the quickest strategy first."""
+    """Return all outcomes for `--json`, fastest strategy first."""
     return {
         "num_ranks": problem.num_ranks,
         "ranks_per_node": problem.ranks_per_node,

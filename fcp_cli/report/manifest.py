@@ -1,4 +1,4 @@
-"""A manifest in the terminal: its figures, and a histogram of its lengths."""
+"""Prints a manifest's statistics and length histogram."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _BAR_CELLS: Final = 22
-_BIN_COLUMNS: Final = 11  # of a span of lengths in the histogram
-_SHARE_COLUMNS: Final = 10  # of a share next to its bar, with the space between columns
+_BIN_COLUMNS: Final = 11  # width of the length range column
+_SHARE_COLUMNS: Final = 10  # width of a percentage and the column gap
 
 
 def print_manifest(console: Console, source: dict[str, Any] | None, summary: ManifestSummary) -> None:
-    """Print the figures of a manifest, and a histogram of its lengths."""
+    """Print the statistics of a manifest and a histogram of its lengths."""
     from rich.table import Table
 
     facts = Table.grid(padding=(0, 2))
@@ -57,7 +57,7 @@ def _histogram(summary: ManifestSummary, bar_cells: int, *, ascii_only: bool) ->
 
 
 def _short(tokens: int) -> str:
-    """Write a power of two in binary units: 512, 4k, 2M."""
+    """Format a power of two in binary units: 512, 4k, 2M."""
     for factor, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k")):
         if tokens >= factor:
             return f"{tokens // factor}{letter}"

@@ -1,4 +1,4 @@
-"""The memory of a plan's ranks, in a sentence."""
+"""Memory of a plan's ranks, in a sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ITEMS_NAMED = 4
 
 
 def ranks_are_hosts(metadata: PlanMetadata) -> bool:
-    """Return whether a plan's ranks are cores of one machine, whose back end keeps no connections on devices."""
+    """Return whether ranks are CPU cores of one machine, which need no device memory for connections."""
     try:
         return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").cluster == THIS_MACHINE
     except ProfileError:
@@ -24,11 +24,11 @@ def ranks_are_hosts(metadata: PlanMetadata) -> bool:
 
 
 def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
-    """Return the memory of a rank by the memory model; None if the plan names no model and recipe.
+    """Return the modelled memory of a rank; None if the plan names no model or recipe.
 
     Args:
-        metadata: the metadata of the plan.
-        peers: the peers of the rank that has most.
+        metadata: plan metadata.
+        peers: maximum number of peers per rank.
     """
     if metadata.recipe is None:
         return None
@@ -55,11 +55,11 @@ def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
 
 
 def memory_sentence(metadata: PlanMetadata, memory: RankMemory) -> str:
-    """Return the GB of the token budget, by use."""
+    """Describe the memory at the full token budget, in GB by use."""
     assert metadata.recipe is not None, "the memory model needs one"
     model = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").model
     tokens = metadata.tokens_per_rank
     items = [f"{name} {size / 1e9:.1f}" for name, size in memory.items(tokens).items()]
     named = ", ".join(items[:_ITEMS_NAMED]) + (" and more" if len(items) > _ITEMS_NAMED else "")
     takes = f"{memory.total_bytes(tokens) / 1e9:.1f} GB under {metadata.recipe.describe()}"
-    return f"By the memory model of {model}, a rank with the whole token budget takes {takes}: {named}."
+    return f"By the memory model of {model}, a rank at its full token budget takes {takes}: {named}."

@@ -1,7 +1,7 @@
-"""A plan as pictures need it: forgiving of changes by an editor or a script.
+"""Tolerant plan reader for displays.
 
-`plan.check` proves a plan; this reads the drawable part of any, skips steps that no picture could hold, and
-lists in `problems` edits of the file and skipped steps.
+`plan.check` verifies a plan strictly. This reads what can be displayed, skips broken steps, and lists edits and skipped
+steps in `problems`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.mixing import planned_manifest
 from fcp_cli.words import counted
 
-_QUICK_BYTES = 100_000_000  # to hash a larger file takes longer than to show one of its steps should
+_QUICK_BYTES = 100_000_000  # hashing a larger file would take too long to show one step
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class PlanFile:
     """An open plan.
 
     Attributes:
-        problems: one line each, complete once the steps have been read to the end.
+        problems: one line per problem; complete once `steps` is exhausted.
     """
 
     reader: PlanReader
@@ -42,7 +42,7 @@ class PlanFile:
         return self.reader.metadata
 
     def steps(self, first: int = 0) -> Generator[StepPlan, None, None]:
-        """Yield the steps from `first` on that can be shown, in order."""
+        """Yield the displayable steps from `first` on, in order."""
         left_out, reason, before = 0, "", first - 1
         try:
             for step, broken in self.reader.stored_steps(first):
@@ -53,13 +53,13 @@ class PlanFile:
                 else:
                     reason = reason or str(broken or f"step {step.step}: {fault}")
                     left_out += 1
-        finally:  # also when the caller has seen enough
+        finally:  # also if the caller stops early
             if left_out:
                 more = f", and {left_out - 1} more" if left_out > 1 else ""
-                self.problems.append(f"{self.path}: left out {reason}{more}")
+                self.problems.append(f"{self.path}: skipped {reason}{more}")
 
     def step(self, wanted: int) -> StepPlan:
-        """Return one step."""
+        """Return a step."""
         with closing(self.steps(wanted)) as steps:
             found = next((step for step in steps if step.step == wanted), None)
         if found is None:
@@ -67,7 +67,7 @@ class PlanFile:
         return found
 
     def manifest(self, paths: Sequence[Path]) -> LengthTable | None:
-        """Read the manifests that this plan was made from, or return None without a path."""
+        """Read the manifests of this plan, or return None without a path."""
         if not paths:
             return None
         table, planned = planned_manifest(self.metadata, paths, length_column="length"), self.metadata.manifest
@@ -78,19 +78,19 @@ class PlanFile:
             )
         return table
 
-    def nothing_to_show(self, noun: str = "any step") -> PlanError:
-        """Return the error for a plan without `noun`, with the reason that was last found."""
-        left_out = [problem.partition("left out ")[2] for problem in self.problems if "left out " in problem]
+    def nothing_to_show(self, noun: str = "step") -> PlanError:
+        """Return the error for a plan without a displayable `noun`, with the latest reason."""
+        left_out = [problem.partition("skipped ")[2] for problem in self.problems if "skipped " in problem]
         reason = f" ({left_out[-1]})" if left_out else ""
-        return PlanError(f"{self.path} does not hold {noun} that can be shown{reason}; see: fcp check {self.path}")
+        return PlanError(f"{self.path} has no displayable {noun}{reason}; see: fcp check {self.path}")
 
 
 def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
-    """Open a plan. If its content does not have the hash that it states, `problems` of the result say so.
+    """Open a plan; if its content does not match its hash, `problems` says so.
 
     Args:
         path: the plan.
-        quickly: skip the check of the hash if the file is large, since it reads the whole file.
+        quickly: skip hashing if the file is large.
     """
     plan = PlanFile(reader=PlanReader(path))
     if quickly and path.stat().st_size > _QUICK_BYTES:
@@ -102,7 +102,7 @@ def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
 
 
 def _unseen(step: StepPlan, metadata: PlanMetadata) -> str | None:
-    """Return why no picture can hold a step whose values a plan can have, or None."""
+    """Return why a valid step cannot be displayed, or None."""
     if not metadata.first_step <= step.step < metadata.end_step:
         return f"the plan ends with step {metadata.end_step - 1}"
     if min(step.makespan_seconds, step.bound_seconds) <= 0:

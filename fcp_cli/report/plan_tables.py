@@ -1,4 +1,4 @@
-"""Plans as tables in the terminal, made for 80 columns: the whole plan, and one step."""
+"""Prints plans as tables of 80 columns: the entire plan, or one step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_RANKS_SHOWN = 64
 def print_plan(
     console: Console, metadata: PlanMetadata, summary: PlanSummary, *, extra: Mapping[str, str] | None = None
 ) -> None:
-    """Print the whole plan: headline figures, then how its time divides over degrees."""
+    """Print a plan: headline figures, then time by degree."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -37,7 +37,7 @@ def print_plan(
 
 
 def speedup_text(speedup: float, static_degree: int, sampled: int, steps: int) -> str:
-    """Describe the predicted gain over the best static plan, and the steps that it was computed on."""
+    """Describe the predicted gain over the best static plan, and on which steps."""
     where = "" if sampled == steps else f", on {sampled} of {steps} steps"
     return f"{speedup:.2f}x over the best static plan (degree {static_degree}{where})"
 
@@ -86,18 +86,18 @@ def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:
 def _bubble_text(fraction: float, metadata: PlanMetadata) -> str:
     blocks = f" of {metadata.virtual_stages} blocks" if metadata.virtual_stages > 1 else ""
     stages = f"{metadata.pipeline_parallel} stages{blocks}"
-    return f"{fraction:.2%} of the step, in which even the rank that computes most waits for its {stages}"
+    return f"{fraction:.2%} of the step, in which even the busiest rank waits for its {stages}"
 
 
 def _encoder_line(metadata: PlanMetadata) -> dict[str, str]:
-    said = ["shared by all ranks of a wave"] if metadata.encoder_balance is not None else []
+    said = ["balanced over all ranks of a wave"] if metadata.encoder_balance is not None else []
     if metadata.encoder_ranks is not None:
-        said = [f"on {counted(metadata.encoder_ranks, 'rank')} of its own, ahead of the others"]
+        said = [f"on {counted(metadata.encoder_ranks, 'rank')} of its own, before the others"]
     return {"encoder": ", ".join(said)} if said else {}
 
 
 def peers_text(peers: PeerCount, *, on_hosts: bool) -> str:
-    """Describe the number of peers per rank, the memory of their connections, and whether it still grows."""
+    """Describe peers per rank, their memory, and whether the number still grows."""
     first = peers.means()[0] if peers.new_pairs else 0.0
     grown = f" ({first:.1f} after one step)" if len(peers.new_pairs) > 1 else ""
     takes = "" if on_hosts else f", about {peers.most_bytes / 1e9:.1f} GB of its device"
@@ -113,7 +113,7 @@ def devices_text(metadata: PlanMetadata) -> str:
 
 
 def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:
-    """Tabulate the shares of micro-batches, tokens and rank-seconds per degree."""
+    """Tabulate each degree's share of micro-batches, tokens and rank-seconds."""
     splits_heads = any(totals.heads_degrees for totals in summary.degrees.values())
     last = "heads x ring" if splits_heads else ""
     table = new_table("degree", "micro-batches", "tokens", "rank-seconds", last, left=(4,))
@@ -131,7 +131,7 @@ def _degree_table(summary: PlanSummary, ascii_only: bool) -> Table:
 
 
 def print_step(console: Console, metadata: PlanMetadata, step: StepPlan) -> None:
-    """Print one step: its micro-batches in order, then a bar per rank."""
+    """Print a step: its micro-batches in order, then a bar per rank."""
     console.print(
         f"[bold]step {step.step}[/]: {step.makespan_seconds:.4g} s, lower bound {step.bound_seconds:.4g} s, "
         f"gap {step.gap:.2%}, idle {step.idle_fraction(metadata.num_ranks):.2%}"
@@ -163,7 +163,7 @@ def _step_cells(microbatch: MicroBatch, has_waves: bool) -> Iterator[str]:
 
 
 def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
-    """Tabulate how long each rank computes; only the idlest if there are too many to show."""
+    """Tabulate how long each rank computes; only the idlest ranks if there are many."""
     busy = step.busy_seconds(num_ranks)
     microbatches = [0] * num_ranks
     for microbatch in step.microbatches():
@@ -189,7 +189,7 @@ def _rank_table(step: StepPlan, num_ranks: int, ascii_only: bool) -> Table:
 
 
 def step_document(step: StepPlan, num_ranks: int) -> dict[str, Any]:
-    """Return one step as `--json` prints it."""
+    """Return a step for `--json`."""
     return {
         "step": step.step,
         "makespan_seconds": step.makespan_seconds,

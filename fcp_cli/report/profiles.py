@@ -1,4 +1,4 @@
-"""Cost profiles as tables in the terminal."""
+"""Prints cost profiles as tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[int], degrees: Sequence[int]) -> None:
-    """Explain a profile: every figure, where one kind of work overtakes another, example times, errors."""
+    """Explain a profile: its figures, break-even points, example times and errors."""
     console.print(f"{profile.model} on {profile.cluster}: {profile.origin}", style="bold")
     table = new_table("figure", "value", "meaning", left=(0, 2))
     for path, (value, meaning) in figures_of(profile).items():
@@ -41,7 +41,7 @@ def print_profile(console: Console, profile: CostProfile, *, lengths: Sequence[i
 
 
 def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
-    """Return sentences that interpret the figures; of rings at the smallest and the largest of `degrees`."""
+    """Interpret the figures in sentences; rings at the smallest and largest of `degrees`."""
     lines = []
     middle = break_even_tokens(profile)
     if middle is not None:
@@ -50,7 +50,7 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
     lines += [line for degree in dict.fromkeys(rings[:1] + rings[-1:]) if (line := _hidden_ring(profile, degree))]
     tokens_per_rank = profile.memory.tokens_per_rank()
     if tokens_per_rank is None:
-        lines.append("Token budget: not known, the memory block is empty; fcp plan needs --tokens-per-rank.")
+        lines.append("Token budget: unknown, since the memory block is empty; fcp plan needs --tokens-per-rank.")
     elif tokens_per_rank < 1:
         memory = profile.memory
         state, room = memory.model_state_bytes / 1e9, memory.capacity_bytes / 1e9
@@ -71,16 +71,16 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
     if profile.attention_kernels is not None:
         table = profile.attention_kernels
         shares = ", ".join(f"{name} {count}" for name, count in table.quickest().items()) or "none"
-        lines.append(f"Attention kernels, by the number of shapes that each is the quickest of: {shares}.")
+        lines.append(f"Attention kernels, by the number of shapes for which each is fastest: {shares}.")
     lines += _circumstances(measured)
     step = measured.get("step_seconds")
     if step:
-        lines.append(f"Beside its micro-batches a step takes {float(step):.4g} s (gradient sum, clipping, AdamW).")
+        lines.append(f"Besides its micro-batches, a step takes {float(step):.4g} s (gradient sum, clipping, AdamW).")
     return lines
 
 
 def _recipe(profile: CostProfile) -> list[str]:
-    """Describe the job that times and memory are for, if the profile says it."""
+    """Describe the training recipe of the profile, if recorded."""
     if profile.recipe is None:
         return []
     sync = f", sync {profile.sync}" if profile.sync else ""
@@ -88,11 +88,11 @@ def _recipe(profile: CostProfile) -> list[str]:
 
 
 def _circumstances(measured: Mapping[str, Any]) -> list[str]:
-    """Describe how rings were measured on accelerators: skipped samples, messages, first contacts, clocks."""
+    """Describe how rings were measured on accelerators: emulated degrees, messages, first contacts, clocks."""
     lines = []
     if degrees := measured.get("compute_only_degrees"):
         named = ", ".join(map(str, degrees))
-        lines.append(f"Compute only: degrees {named} were emulated on one device; what their rings send is assumed.")
+        lines.append(f"Compute only: degrees {named} were emulated on one device; ring transfers are assumed.")
     for tier, figures in (measured.get("transfers") or {}).items():
         rate, latency = figures["bytes_per_second"] / 1e9, 1e6 * figures["seconds_per_message"]
         lines.append(f"Messages {_TIERS.get(tier, tier)}: {rate:.3g} GB/s, {latency:.3g} us each.")
@@ -118,7 +118,7 @@ _TIERS = {
 
 
 def _hidden_ring(profile: CostProfile, degree: int) -> str | None:
-    """Describe from which length on a ring costs nothing; None if none does."""
+    """Describe from which length attention hides a ring of this degree, or return None."""
     inside, across = (
         hidden_ring_tokens(profile, degree=degree, tier="intra_node"),
         hidden_ring_tokens(profile, degree=degree, tier="inter_node"),
@@ -131,7 +131,7 @@ def _hidden_ring(profile: CostProfile, degree: int) -> str | None:
 
 
 def _formats(profile: CostProfile) -> list[str]:
-    """Describe how well either model predicts held-out samples, if both were tried."""
+    """Compare the held-out errors of both ring models, if both were fitted."""
     errors: Mapping[str, float] = profile.measurement.get("held_out_error_percent_by_model") or {}
     if HIDDEN_RING not in errors or EXPOSED_RING not in errors:
         return []
@@ -139,11 +139,11 @@ def _formats(profile: CostProfile) -> list[str]:
     if profile.common_ground is None:
         return [f"Held-out error {hidden:.1f} %; an exposed share of the ring would make it {exposed:.1f} %."]
     share = profile.coefficients.exposed_ring_share
-    return [f"{share:.0%} of a ring is exposed; held-out error {exposed:.1f} %, {hidden:.1f} % without this."]
+    return [f"{share:.0%} of a ring is exposed; held-out error {exposed:.1f} %, {hidden:.1f} % without."]
 
 
 def print_errors(console: Console, profile: CostProfile) -> None:
-    """Print the error table of a measured profile; nothing if nothing was measured."""
+    """Print the error table of a measured profile, if any."""
     rows: Any = profile.measurement.get("error_by_degree")
     if not rows:
         return
@@ -167,7 +167,7 @@ def print_errors(console: Console, profile: CostProfile) -> None:
 
 
 def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
-    """Add the errors of a measured vision encoder, which has no degree: every rank runs its own parts."""
+    """Add the errors of the vision encoder, which has no degree: each rank encodes its own parts."""
     fits = [(name, encoder[name]) for name in ("trained", "frozen") if name in encoder]
     if fits:
         table.add_section()

@@ -1,4 +1,4 @@
-"""Which ranks a picture shows, node by node, and the ticks of its rank axis."""
+"""Selects the ranks to display, node by node, and their axis ticks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy.typing as npt
 from fcp_cli.arrays import IntArray
 from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 
-_MOST_RANKS = 512  # more rows than a screen has pixels for help nobody, and make the page large
+_MOST_RANKS = 512  # more rows would not be visible and would bloat the page
 _MOST_NODE_LINES = 33
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksShown:
-    """Every rank of a small job; of a large one each `every`-th node, whose ranks then have rows side by side."""
+    """All ranks of a small job, or the ranks of each `every`-th node of a large one, in adjacent rows."""
 
     num_ranks: int
     ranks_per_node: int
@@ -25,37 +25,37 @@ class RanksShown:
 
     @classmethod
     def of(cls, num_ranks: int, ranks_per_node: int) -> RanksShown:
-        """Choose nodes, evenly spaced, with 512 ranks or so in all."""
+        """Select evenly spaced nodes with about 512 ranks in total."""
         nodes = -(-num_ranks // ranks_per_node)
         every = max(1, -(-nodes // max(1, _MOST_RANKS // ranks_per_node)))
         return cls(num_ranks=num_ranks, ranks_per_node=ranks_per_node, every=every)
 
     @classmethod
     def all_of(cls, metadata: PlanMetadata) -> RanksShown:
-        """Show every rank of a plan, however many."""
+        """Select all ranks of a plan."""
         return cls(num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node)
 
     @property
     def count(self) -> int:
-        """Rows of the picture."""
+        """Number of rows."""
         return int(self.are_shown(np.arange(self.num_ranks)).sum())
 
     def are_shown(self, ranks: IntArray) -> npt.NDArray[np.bool_]:
-        """Return which of these ranks have a row."""
+        """Return whether each of these ranks has a row."""
         return np.asarray(ranks // self.ranks_per_node % self.every == 0)
 
     def rows(self, ranks: IntArray) -> IntArray:
-        """Return the row of each rank that is shown."""
+        """Return the row of each displayed rank."""
         node = ranks // self.ranks_per_node // self.every
         return np.asarray(node * self.ranks_per_node + ranks % self.ranks_per_node, dtype=np.int64)
 
     def node_lines(self) -> list[int]:
-        """Return the rows at which another node begins; none if there are too many to tell apart."""
+        """Return the first row of each further node; [] if there are too many."""
         lines = list(range(self.ranks_per_node, self.count, self.ranks_per_node))
         return lines if len(lines) < _MOST_NODE_LINES else []
 
     def axis(self, most: int) -> dict[str, Any]:
-        """Return an axis with at most so many ticks, each in the middle of the row of a rank that there is."""
+        """Return an axis with at most `most` ticks, each at the middle of a displayed rank's row."""
         per_node = self.ranks_per_node
         strides = [s for s in (1, 2, 4, 8, 16, 32) if s < per_node and per_node % s == 0]
         strides += [per_node * 2**k for k in range(20)]
@@ -70,7 +70,7 @@ class RanksShown:
         }
 
     def in_words(self) -> str:
-        """Return the omitted ranks, for a caption; "" if all are shown."""
+        """Describe omitted ranks for a caption; "" if all are shown."""
         if self.every == 1:
             return ""
         return f" {self.count:,} of {self.num_ranks:,} ranks are drawn: one node in {self.every}."

@@ -1,4 +1,4 @@
-"""A step of pipelines as rectangles: every forward and backward of every stage, a rank's stages below each other."""
+"""Draws a pipelined step: a rectangle per forward and backward pass of each stage; a rank's row is split by stage."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fcp_cli.report.ranks_shown import RanksShown
 
 
 class StageTimes(NamedTuple):
-    """When each block of layers runs each micro-batch of a step, and for how long: [micro-batches, blocks] seconds.
+    """Start and duration of each micro-batch in each block of layers, in seconds: [micro-batches, blocks].
 
-    Of P stages, block b lies on stage b % P.
+    With P stages, block b is on stage b % P.
     """
 
     forward_start: FloatArray
@@ -31,7 +31,7 @@ class StageTimes(NamedTuple):
 
 
 def stage_times(step: StepPlan, metadata: PlanMetadata, pipeline: Pipeline) -> StageTimes:
-    """Run a step of pipelines as planned; seconds of a micro-batch that lengths do not explain are its encoder's."""
+    """Simulate a pipelined step as planned; seconds not explained by lengths count as encoder time."""
     stages, prices = metadata.pipeline_parallel, _prices(step, metadata)
     run = pipeline.run(step.rank_offsets, step.ranks, prices, stages=stages, num_ranks=metadata.num_ranks)
     forward, backward, _sends = pipeline.block_seconds(prices, stages)
@@ -39,7 +39,7 @@ def stage_times(step: StepPlan, metadata: PlanMetadata, pipeline: Pipeline) -> S
 
 
 def step_seconds_with(step: StepPlan, order: int, seconds: float, metadata: PlanMetadata, pipeline: Pipeline) -> float:
-    """Return how long a step of pipelines would take if one of its micro-batches took so many seconds."""
+    """Return the duration of a pipelined step if one micro-batch took `seconds`."""
     prices = _prices(step, metadata)
     ends = []
     for factor in (1.0, seconds / float(step.seconds[order])):
@@ -57,7 +57,7 @@ def step_seconds_with(step: StepPlan, order: int, seconds: float, metadata: Plan
 def stage_bars(
     step: StepPlan, shown: RanksShown, metadata: PlanMetadata, pipeline: Pipeline
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the columns of `page_data.bars_of` for pipelines: a rank's row is cut in P, one part for each stage."""
+    """Return the columns of `page_data.bars_of` with pipeline stages: each rank's row is split into P parts."""
     stages = metadata.pipeline_parallel
     times = stage_times(step, metadata, pipeline)
     rows = np.repeat(np.arange(len(step)), step.degrees)

@@ -1,4 +1,4 @@
-"""The verdict of `fcp plan` and `fcp compare` in words: at most four lines of 80 columns."""
+"""Words the verdict of `fcp plan` and `fcp compare`: at most four lines of 80 columns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fcp_cli.words import counted
 
 _WIDTH, _MOST_LINES = 80, 4
 _WHOLE_FLAGS: Final[dict[str, Any]] = {"break_long_words": False, "break_on_hyphens": False}
-_EQUAL = 0.0005  # shown with one digit, this is nothing
-_ALIKE = 0.01  # nearer than this a plan is not worth its trouble
+_EQUAL = 0.0005  # rounds to zero when shown
+_ALIKE = 0.01  # below this gain, a plan is not worth the effort
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """Return whether a plan pays, its savings, and remedies that would help more."""
+    """Say whether a plan pays off, what it saves, and which remedies would help more."""
     sentences = list(_sentences(verdict))
     lines = [line for sentence in sentences for line in textwrap.wrap(sentence, _WIDTH, **_WHOLE_FLAGS)]
     return lines if len(lines) <= _MOST_LINES else textwrap.wrap(" ".join(sentences), _WIDTH, **_WHOLE_FLAGS)
@@ -47,7 +47,7 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
     remedy = verdict.remedy
     if verdict.enough_ranks is not None:
         some = counted(verdict.enough_ranks, "rank")
-        yield f"{verdict.num_ranks} ranks are too many for these batches: {some} of as many tokens would be as quick."
+        yield f"{verdict.num_ranks} ranks are too many for these batches: {some} with this budget would be as fast."
     elif remedy is not None:
         room = "" if "--tokens-per-rank" in remedy.flags else f" ({counted(remedy.tokens_per_rank, 'token')} a rank)"
         is_said = any(one.steps == remedy.steps for one in verdict.rivals)
@@ -61,7 +61,7 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
 
 
 def _simplest(best: Rival, verdict: Verdict) -> Rival:
-    """Return the static grid in place of the quickest rival, if it takes as long: every framework has one."""
+    """Return the static plan if it is about as fast as the best rival: every framework supports it."""
     static = next((one for one in verdict.rivals if one.name == "static"), best)
     return static if static.factor < best.factor + _ALIKE and 1.0 - 1.0 / static.factor < _ALIKE else best
 
@@ -71,5 +71,5 @@ def _on(steps: int, verdict: Verdict) -> str:
 
 
 def _amount(value: float) -> str:
-    """Write three digits, and whole numbers from 1,000 on."""
+    """Format with three digits, or as an integer from 1,000 on."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""A run while it trains, seen from outside: keeps its last records and shows the latest state."""
+"""State of a running job, seen from outside: collects its latest records and renders them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 WINDOW_STEPS = 20  # over which pace, rates and idle shares are averaged
-_DRIFT_STEPS = 5  # at either end of a run, whose median is shown
+_DRIFT_STEPS = 5  # at each end of a run; the median is shown
 _SHOWN_DRIFT = 1.05
-_SLOW, _SLOW_SHOWN = 1.1, 4  # how much longer than others a rank takes to be named, and how many are
+_SLOW, _SLOW_SHOWN = 1.1, 4  # ratio from which a rank counts as slow, and how many to name
 _RANKS_SHOWN = 16
 _BAR_COLUMNS = 28
-# A run without a living launcher is given up after this long, or after this many of its steps.
+# A run without a live launcher counts as dead after this time, or this many of its steps.
 _SILENT_SECONDS, _SILENT_STEPS = 300.0, 20.0
 
 Standing = Literal["running", "finished", "interrupted", "failed", "gone", "silent"]
@@ -32,7 +32,7 @@ Standing = Literal["running", "finished", "interrupted", "failed", "gone", "sile
 
 @dataclass(slots=True)
 class RunState:
-    """The latest start of a run and its last steps, and measured / planned seconds of the first ones that were seen."""
+    """The latest start of a run, its last steps, and measured / planned ratios of the first steps seen."""
 
     run: RunRecord | None = None
     window: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
@@ -54,14 +54,14 @@ class RunState:
 
     @property
     def last_step(self) -> int:
-        """Return the optimizer step that was finished last; -1 before the first."""
+        """The latest finished optimizer step; -1 before the first."""
         if self.last is not None:
             return self.last["step"]
         return (0 if self.run is None else self.run.get("first_step", 0)) - 1
 
     @property
     def started(self) -> float:
-        """Return the Unix time of the latest start; 0 if it is not known."""
+        """Unix time of the latest start; 0 if unknown."""
         try:
             return datetime.fromisoformat(self._started_text).timestamp()
         except (ValueError, OverflowError):
@@ -73,7 +73,7 @@ class RunState:
 
     @property
     def steps(self) -> int:
-        """Return the step that the run stops at; 0 if it did not record one."""
+        """Step at which the run stops; 0 if not recorded."""
         return 0 if self.run is None else self.run.get("steps", 0)
 
     @property
@@ -81,7 +81,7 @@ class RunState:
         return self.last is not None and 0 < self.steps <= self.last["step"] + 1
 
     def _paced(self) -> list[StepRecord]:
-        """Return the steps to average over: warm-up only if there is nothing else."""
+        """Return the steps to average over; warm-up only if there are no others."""
         return [record for record in self.window if not record.get("warm_up")] or list(self.window)
 
     def mean(self, name: Literal["tokens", "seconds", "predicted_seconds", "idle_fraction"]) -> float:
@@ -96,16 +96,16 @@ class RunState:
 
     @property
     def drift(self) -> tuple[float, float] | None:
-        """Return measured / planned seconds of the first steps that were seen, and of the last; None while few were."""
+        """Measured / planned seconds of the first and of the last steps seen; None if there are too few."""
         latest = [record["seconds"] / record["predicted_seconds"] for record in self._paced()[-_DRIFT_STEPS:]]
         if len(self.first_ratios) < _DRIFT_STEPS or len(latest) < _DRIFT_STEPS:
             return None
         return median(self.first_ratios), median(latest)
 
     def slow_ranks(self) -> dict[int, float]:
-        """Return the ranks whose micro-batches outside rings exceed their plan by more than others', and by how much.
+        """Return the slow ranks, by single-rank micro-batches relative to plan, with their factor over the median rank.
 
-        A plan that knows of a slow rank names none: it plans its micro-batches as long as they are.
+        A rank that the plan knows to be slow is not reported: its planned times are longer already.
         """
         ratios: dict[int, list[float]] = {}
         for record in self._paced():
@@ -117,7 +117,7 @@ class RunState:
         return {rank: ratio / usual for rank, ratio in each.items() if ratio > _SLOW * usual > 0}
 
     def idle_of_ranks(self) -> dict[int, float]:
-        """Return for each rank the share of the last steps in which it ran no micro-batch."""
+        """Return each rank's idle share over the last steps."""
         idle: dict[int, float] = {}
         seconds = 0.0
         for record in self._paced():
@@ -148,11 +148,11 @@ class RunState:
         }
 
     def standing(self, owner: Owner | None, *, quiet_seconds: float) -> Standing:
-        """Return whether the run still trains, and if not, how it ended.
+        """Return whether the run is alive, or else how it ended.
 
         Args:
-            owner: the owner of its folder, or None if there is none.
-            quiet_seconds: since the run wrote last. Ranks may train on after their launcher was killed.
+            owner: owner of its directory, or None.
+            quiet_seconds: time since the last record. Ranks may keep training after their launcher was killed.
         """
         starts_again = owner is not None and owner.since > self._started_text
         if self.finished and not (starts_again and owner is not None and owner.ended is None):
@@ -163,34 +163,34 @@ class RunState:
         return "silent" if quiet_seconds > max(_SILENT_SECONDS, steps_seconds) else "running"
 
     def remark(self, standing: Standing, owner: Owner | None, *, quiet_seconds: float) -> str | None:
-        """Return a line about a run that ended unfinished, or has not moved for long; None about any other."""
+        """Return a remark if the run ended early or is stalled, else None."""
         if standing == "running":
             return self._quiet_remark(owner, quiet_seconds)
         where = f"after step {self.last['step'] + 1} of {self.steps}" if self.last else "before its first step"
         if standing == "gone" and owner is not None:
             since = clock(owner.age_seconds)
-            return f"dead {where}: its launcher on {owner.host} is gone, its last sign of life was {since} ago"
+            return f"dead {where}: its launcher on {owner.host} is gone, last heartbeat {since} ago"
         if standing == "silent":
-            return f"probably dead {where}: nothing new for {clock(quiet_seconds)}, and no launcher vouches for it"
+            return f"probably dead {where}: no output for {clock(quiet_seconds)}, and no launcher found"
         if standing == "failed":
-            return f"failed {where}; what its ranks printed is in its folder logs"
+            return f"failed {where}; see the output of its ranks in its folder logs"
         return f"interrupted {where}" if standing == "interrupted" else None
 
     def _quiet_remark(self, owner: Owner | None, quiet_seconds: float) -> str | None:
         if owner is not None and owner.is_gone:
-            return f"its launcher on {owner.host} is gone; its ranks may train on without it"
+            return f"its launcher on {owner.host} is gone; its ranks may keep training"
         if self.last is None or self._moves(quiet_seconds):
             return None
-        state = "the run may have stopped" if owner is None else "its launcher is at work"
+        state = "the run may have stopped" if owner is None else "its launcher is running"
         return f"no new step for {clock(quiet_seconds)}: {state}"
 
     def _moves(self, quiet_seconds: float) -> bool:
-        """Return whether the last step is no longer ago than five usual ones, or a minute."""
+        """Return whether the last step is younger than five typical steps, or a minute."""
         return self.last is not None and quiet_seconds <= max(60.0, 5.0 * self.mean("seconds"))
 
 
 def run_view(state: RunState, remark: str | None, *, ascii_only: bool) -> Group:
-    """Return the whole view, at most 80 columns wide, and the remark below it."""
+    """Render the view, at most 80 columns wide, followed by the remark."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,6 +1,6 @@
-"""Explains the degree of a group: the cost of one rank fewer or more, and the constraint that decided.
+"""Explains a group's degree: the cost of one rank fewer or more, and the deciding constraint.
 
-The cost model answers, by pricing the same pack at the neighbouring degrees; the solver is not replayed.
+Prices the same pack at neighbouring degrees with the cost model; the search is not repeated.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Bound = Literal["memory", "balance", "topology", "ranks"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
-    """The pack at one degree.
+    """The pack at a given degree.
 
     Attributes:
-        tokens_per_rank: most tokens that a rank would hold.
-        fits: whether that is within the token budget.
-        crosses_nodes: whether it does, as planned; at another degree, whether no node is large enough.
-        heads_degree: ranks of a set that splits heads, so that it takes least; as planned at the planned degree.
-        split_seconds: the split seconds by heads degree, all that there may be.
-        seconds, attention_seconds, ring_seconds: predicted; the longer of the last two is part of the first. The ring's
-            are those that attention can hide: all of them but for a profile's `exposed_ring_share`.
-        end_seconds: when it would end if it started as planned; of pipelines, when the step would, if it took so long
-            on the ranks that it has.
+        tokens_per_rank: maximum tokens per rank.
+        fits: whether `tokens_per_rank` is within the budget.
+        crosses_nodes: whether the planned group spans nodes; at other degrees, whether no node is large enough.
+        heads_degree: Ulysses degree: as planned, or the fastest at other degrees.
+        split_seconds: seconds by possible Ulysses degree.
+        seconds, attention_seconds, ring_seconds: predicted; the first includes the longer of the others. Ring seconds
+            exclude the share that attention cannot hide (`exposed_ring_share`).
+        end_seconds: end time if started as planned; with pipeline stages, end of the step if it took this long on its
+            planned ranks.
     """
 
     degree: int
@@ -65,11 +65,11 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """When a micro-batch is where in its pipelines, from the start of the step.
+    """Times of a micro-batch in its pipeline stages, from the start of the step.
 
     Attributes:
-        forward_seconds, backward_seconds: when each block of layers begins with it; block b lies on stage b % P.
-        end_seconds: when its last backward ends.
+        forward_seconds, backward_seconds: start in each block of layers; block b is on stage b % P.
+        end_seconds: end of its last backward pass.
     """
 
     forward_seconds: tuple[float, ...]
@@ -79,7 +79,7 @@ class Stages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """The reason against a neighbouring degree."""
+    """Reason against a neighbouring degree."""
 
     degree: int
     bound: Bound
@@ -88,9 +88,9 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A micro-batch, its neighbouring degrees, the reasons against those, and its way through its pipelines.
+    """A micro-batch, its neighbouring degrees, the reasons against them, and its pipeline times.
 
-    `candidate` is the one of the planner's that won the step; None: not known.
+    `candidate` is the planner candidate that won the step, or None if unknown.
     """
 
     microbatch: MicroBatch
@@ -119,14 +119,14 @@ def explain_degree(
     manifest: LengthTable | None = None,
     metadata: PlanMetadata | None = None,
 ) -> Explanation:
-    """Price micro-batch `order` of a step at its degree and at one rank fewer and more.
+    """Price a micro-batch at its degree, and with one rank fewer and more.
 
     Args:
         step: the planned step.
-        order: a micro-batch of it that is not idle.
-        problem: the problem of the plan.
-        manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
-        metadata: the metadata of the plan; for the seconds of its pipelines.
+        order: index of a non-idle micro-batch.
+        problem: planning problem of the plan.
+        manifest: provides `eta` and vision columns; without it, sequences count as causal text.
+        metadata: plan metadata, for pipeline times.
     """
     microbatch = step.microbatch(order)
     degrees = [
@@ -206,7 +206,7 @@ def _priced(
 
 
 def _heads_degrees(microbatch: MicroBatch, degree: int, problem: Problem) -> list[int]:
-    """Return the heads degrees that a group of this degree may have, that which is planned among them."""
+    """Return the possible Ulysses degrees of a group, including the planned one."""
     heads, size = problem.profile.heads, problem.ranks_per_node
     if degree == 1 or problem.attention is None or heads is None:
         return [1]
@@ -239,7 +239,7 @@ def _against_fewer(
     if own.rank_seconds < fewer.rank_seconds:
         text = f"it would cost {-saved:.1%} more rank-seconds"
     else:
-        text = f"it would fit and save {saved:.1%} of its rank-seconds; ranks come out more even at {microbatch.degree}"
+        text = f"it would fit and save {saved:.1%} of its rank-seconds; balance is better at {microbatch.degree}"
     return Reason(degree=fewer.degree, bound="balance", text=text)
 
 
@@ -265,17 +265,17 @@ def _against_more(microbatch: MicroBatch, priced: dict[int, Alternative], step: 
     text = f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds; "
     if problem.pipeline is not None:
         saved = max(own.end_seconds - more.end_seconds, 0.0)
-        text += f"the step would end {saved:.3f} s sooner, if the rank more had nothing else to run"
+        text += f"the step would end {saved:.3f} s sooner, if the extra rank were idle"
     elif slack > 1e-3 * limit:
         text += f"it already ends {slack:.3f} s before {event}"
     else:
         idle = step.idle_fraction(problem.num_ranks)
-        text += f"it ends with {event}, and one more rank would leave other work; ranks idle {idle:.1%} of the step"
+        text += f"it ends with {event}, and an extra rank would be missing elsewhere; ranks idle {idle:.1%} of the step"
     return Reason(degree=more.degree, bound="balance", text=text)
 
 
 def _time_limit(microbatch: MicroBatch, step: StepPlan, problem: Problem) -> tuple[float, str]:
-    """Return when the step or wave that its ranks wait for ends, and its name."""
+    """Return the end time and name of the step or wave for which its ranks wait."""
     if microbatch.wave < 0 or problem.pipeline is not None:
         return step.makespan_seconds, "the step"
     in_wave = step.wave == microbatch.wave
@@ -304,20 +304,20 @@ def _introduction(explanation: Explanation) -> Iterator[str]:
 
 
 def _splits(explanation: Explanation) -> Iterator[str]:
-    """Describe the seconds of other Ulysses degrees."""
+    """Describe the times at other Ulysses degrees."""
     planned = next(a for a in explanation.alternatives if a.degree == explanation.microbatch.degree)
     if len(planned.split_seconds) > 1:
         ways = (f"{u} x {planned.degree // u} {s:.3f} s" for u, s in planned.split_seconds.items())
-        yield f"ranks that share heads x sets in the ring: {', '.join(ways)}"
+        yield f"Ulysses degree x ring degree: {', '.join(ways)}"
 
 
 def _way(stages: Stages | None) -> Iterator[str]:
-    """Say when each block of layers has the micro-batch."""
+    """Describe when each block of layers runs the micro-batch."""
     if stages is None:
         return
     for direction, begun in (("forward", stages.forward_seconds), ("backward", stages.backward_seconds)):
         yield f"{direction} of blocks 0 to {len(begun) - 1} from {', '.join(f'{at:.3f}' for at in begun)} s on"
-    yield f"over at {stages.end_seconds:.3f} s"
+    yield f"ends at {stages.end_seconds:.3f} s"
 
 
 def _table(explanation: Explanation) -> Table:

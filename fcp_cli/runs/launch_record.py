@@ -18,7 +18,7 @@ FORMAT = "fcp-launch/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCommand:
-    """The command of one node: words, and the same quoted for a shell, with the environment."""
+    """Command of a node: as words, and quoted for a shell including the environment."""
 
     node: int
     argv: list[str]
@@ -27,7 +27,7 @@ class NodeCommand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFile:
-    """A generated file of a cluster's job."""
+    """A generated file of a cluster job."""
 
     name: str
     text: str
@@ -35,16 +35,16 @@ class JobFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRecord:
-    """Every setting of the launched job.
+    """All settings of a launched job.
 
     Attributes:
-        plan, run_dir, manifest: absolute paths; the manifest is that of the bundled trainer, None for random tokens,
-            and a list of those of a mixture.
-        training: settings of the bundled trainer that are not at their defaults; None for a script.
-        program: the program, as typed after `--`, or the bundled trainer's module.
-        environment: set by fcp.
-        commands: the commands of every node of a local job.
-        files: the files that start the job on a cluster.
+        plan, run_dir, manifest: absolute paths. The manifest is the bundled trainer's: None for random tokens, a tuple
+            for a mixture.
+        training: non-default settings of the bundled trainer; None for a script.
+        program: program as typed after `--`, or the bundled trainer's module.
+        environment: environment variables that fcp sets.
+        commands: commands of all nodes of a local job.
+        files: files that start the job on a cluster.
     """
 
     format: str = FORMAT
@@ -70,17 +70,17 @@ class LaunchRecord:
         return tuple(map(Path, named))
 
     def text(self) -> str:
-        """Return the record as it stands in its file."""
+        """Return the content of `launch.json`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def write_launch(run_dir: Path, record: LaunchRecord) -> None:
-    """Write how a run was launched, so that --resume finds it again."""
+    """Write the launch record, for --resume."""
     write_text_atomically(RunPaths(run_dir=run_dir).launch, record.text())
 
 
 def read_launch(run_dir: Path, *, remedy: str = "") -> LaunchRecord:
-    """Read how a run was launched last; `remedy` ends messages about a damaged record."""
+    """Read the latest launch record; `remedy` ends messages about a damaged record."""
     record = read_state(RunPaths(run_dir=run_dir).launch, LaunchRecord, format_name=FORMAT, remedy=remedy)
     if record is None:
         fault = (
@@ -91,7 +91,7 @@ def read_launch(run_dir: Path, *, remedy: str = "") -> LaunchRecord:
 
 
 def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
-    """Return the newest run of the bundled trainer, which is resumed if none is named; of this name if given."""
+    """Return the bundled trainer's newest run, or its newest run with this name: the default for --resume."""
     candidates = [path for path in runs.glob(f"{name or '*'}-[0-9]*") if RunPaths(run_dir=path).launch.is_file()]
     for path in sorted(candidates, key=lambda path: RunPaths(run_dir=path).launch.stat().st_mtime_ns, reverse=True):
         if read_launch(path, remedy="name the run to resume with --run-dir").training is not None:
@@ -101,7 +101,7 @@ def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
 
 
 def has_followed(run_dir: Path, plan_hash: str) -> bool:
-    """Return whether the latest launch in `run_dir` followed the plan of this hash."""
+    """Return whether the latest launch in `run_dir` followed the plan with this hash."""
     try:
         return read_launch(run_dir).plan_hash == plan_hash
     except RunError:
@@ -109,6 +109,6 @@ def has_followed(run_dir: Path, plan_hash: str) -> bool:
 
 
 def followed_plan(run_dir: Path, launched: LaunchRecord) -> Path:
-    """Return the plan that a run follows: its own copy, because the file it was launched with may be another by now."""
+    """Return the run's copy of its plan if it exists, since the original file may have changed."""
     copy = RunPaths(run_dir=run_dir).plan
     return copy if copy.is_file() else Path(launched.plan)

@@ -1,7 +1,7 @@
-"""The owner of a run folder: the one job that may write into it, named in `owner.json`, and whether it still runs.
+"""The owner of a run directory: the only job that may write to it, named in `owner.json`, and whether it is alive.
 
-While a job runs, its owner touches the file every few seconds, and at the end it writes there how the job ended. An
-owner that was killed writes nothing: then the file goes stale, which a slow step does not make it.
+A running owner touches the file every few seconds, and at the end records how the job ended. If it is killed, the file
+goes stale. A slow step does not make it stale.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from fcp_cli.validation import NonEmptyText, NonNegative
 FORMAT = "fcp-owner/1"
 End = Literal["finished", "interrupted", "failed"]
 BEAT_SECONDS: Final = 5.0
-STALE_SECONDS: Final = 120.0  # shared file systems show times up to a minute late
-_STALE_HERE_SECONDS: Final = 15.0  # on the owner's machine, where its process is known to have gone
+STALE_SECONDS: Final = 120.0  # shared file systems may show times a minute late
+_STALE_HERE_SECONDS: Final = 15.0  # on the owner's machine, if its process is gone
 _WATCH_SECONDS = 2 * BEAT_SECONDS + 1
 _LOOK_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
-    """The process that owns a run folder, or that ended the latest job there.
+    """The process that owns a run directory, or owned it last.
 
     Attributes:
-        host, pid: the host and pid of the launcher, or of rank 0 if fcp did not start the job.
-        process: its identity, or None on systems without /proc.
-        since: ISO time at which it took the folder.
-        job: the same for all nodes of a job and all starts of a batch job; may be "".
-        mark: the mark in the environment of the processes that it starts; see `machine.started_by`.
-        ended: how its job ended, or None.
-        age_seconds: since its last sign of life; not in the file.
+        host, pid: of the launcher, or of rank 0 if fcp did not start the job.
+        process: process identity, or None on systems without /proc.
+        since: ISO time at which it took the directory.
+        job: common to all nodes of a job and all starts of a batch job; may be "".
+        mark: marker in the environment of its child processes; see `machine.started_by`.
+        ended: how its job ended, or None if it has not.
+        age_seconds: time since its last heartbeat; not stored.
     """
 
     host: NonEmptyText
@@ -59,7 +59,7 @@ class Owner:
 
     @classmethod
     def this_process(cls, job: str) -> Owner:
-        """Return this process as an owner from now on."""
+        """Return an owner that stands for this process."""
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -71,7 +71,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it ended without a word: it was killed, or its machine was."""
+        """Whether it vanished without recording an end: it was killed, or its machine went down."""
         if self.ended is not None:
             return False
         if self.process is None or not self.process.is_local:
@@ -79,17 +79,17 @@ class Owner:
         return self.age_seconds > _STALE_HERE_SECONDS and not self.process.is_running()
 
     def survivors(self) -> list[int]:
-        """Return the processes of this machine that it started and that outlive it, for at most --grace seconds."""
+        """Return its child processes on this machine that still run, for at most --grace seconds after it died."""
         return sorted(one.pid for one in started_by.marked_processes(self.mark))
 
     def text(self) -> str:
-        """Return the text of its file."""
+        """Return the content of the owner file."""
         stored = {name: value for name, value in asdict(self).items() if name != "age_seconds"}
         return json.dumps({"format": FORMAT, **stored}, indent=2) + "\n"
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Read an owner file, or return None if there is none, or an empty one, which is being written.
+    """Read an owner file; return None if it is missing, or empty because it is being written.
 
     Raises:
         RunError: the file is damaged.
@@ -113,14 +113,14 @@ def readable_owner(path: Path) -> Owner | None:
 
 
 def is_alive(owner: Owner | None, path: Path, announce: Callable[[str], None] = lambda line: None) -> bool:
-    """Return whether an owner still runs: on this machine by the identity of its process, elsewhere by its heartbeat.
+    """Return whether an owner is alive: here by its process identity, on other machines by its heartbeat.
 
-    A heartbeat that looks stale is watched for a while first: clocks of machines differ, and jump.
+    A stale heartbeat is observed for a while before it counts as dead: clocks of machines differ and jump.
 
     Args:
-        owner: the owner that `path` names; None: it cannot be read, perhaps because it is being written.
-        path: the path of the owner file.
-        announce: receives a line before a wait of several seconds.
+        owner: owner read from `path`; None if unreadable, perhaps because it is being written.
+        path: the owner file.
+        announce: called with a line before a wait of several seconds.
     """
     if owner is not None and owner.ended is not None:
         return False
@@ -136,20 +136,20 @@ def is_alive(owner: Owner | None, path: Path, announce: Callable[[str], None] = 
 
 
 def _latest_sign(path: Path) -> float:
-    """Return the latest time at which the job wrote to its folder; 0 if it holds nothing of a job."""
+    """Return the latest modification time of the job's files; 0 if there are none."""
     paths = RunPaths(run_dir=path.parent)
     times = [0.0]
     for file in (path, paths.metrics):
-        # Network file systems ask the server on open, and otherwise trust their cache.
+        # Network file systems revalidate on open, and otherwise trust their cache.
         with suppress(OSError):
-            opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # without waiting for the writer of a pipe
+            opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # do not block on a pipe
             times.append(os.fstat(opened).st_mtime)
             os.close(opened)
     return max(times)
 
 
 def _beats(path: Path) -> bool:
-    """Return whether the job writes to its folder within two beats."""
+    """Return whether the job writes within two heartbeats."""
     before, end = _latest_sign(path), time.monotonic() + _WATCH_SECONDS
     while time.monotonic() < end:
         if _latest_sign(path) != before:
@@ -159,7 +159,7 @@ def _beats(path: Path) -> bool:
 
 
 def refuse_running(run_dir: Path) -> None:
-    """Refuse a run folder whose job still trains."""
+    """Raise RunError if a job is still training in a run directory."""
     path = RunPaths(run_dir=run_dir).owner_of(0)
     owner = readable_owner(path)
     if path.exists() and is_alive(owner, path):
@@ -167,7 +167,7 @@ def refuse_running(run_dir: Path) -> None:
 
 
 def in_use(run_dir: Path, owner: Owner | None, *, or_else: str = "choose another --run-dir") -> RunError:
-    """Return the error of a command that needs a folder which a job owns."""
+    """Return the error for a run directory that another job owns."""
     run_dir = from_here(run_dir)
     if owner is None:
         return RunError(f"{run_dir} is in use by a job that has just begun; watch it with 'fcp watch {run_dir}'")

@@ -1,8 +1,8 @@
-"""Taking a run folder, so that no two jobs write into it: a lock of the file system, and a file that names the owner.
+"""Exclusive ownership of a run directory: a file system lock, and a file that names the owner.
 
-The lock (flock on the folder itself) ends with its process. File systems of a network may not have it, or keep it to
-one machine; so an owner file decides, too. It is made exclusively, beaten every few seconds, and worthless once its
-process is gone: after a kill, a reboot, or two minutes of silence from another machine.
+The lock (flock on the directory) ends with its process. Network file systems may lack it or confine it to a machine, so
+an owner file is needed, too. It is created exclusively, touched every few seconds, and void once its process is gone:
+after a kill, a reboot, or two minutes without a heartbeat from another machine.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from fcp_cli.machine import started_by
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.owner import BEAT_SECONDS, End, Owner, in_use, is_alive, readable_owner
 
-_SETTLE_SECONDS: Final = 1.0  # between the renames of two that take over the same folder
+_SETTLE_SECONDS: Final = 1.0  # covers a race between two processes that take over a directory
 _RETRY_SECONDS: Final = 5.0
-_held: dict[Path, int | None] = {}  # folders that this process owns, and the handles of their locks
+_held: dict[Path, int | None] = {}  # directories that this process owns -> lock handle
 
 
 @dataclass(kw_only=True, slots=True)
 class Ownership:
-    """A run folder that this process owns; a context manager that releases it.
+    """A run directory owned by this process; a context manager that releases it.
 
     Attributes:
-        run_dir: the folder.
-        is_new: whether it was made to be owned.
-        ended: how the job ended that was run here, for those who look later; None: none was run.
+        run_dir: the run directory.
+        is_new: whether `own` created it.
+        ended: how the job ended, recorded for later readers; None if no job ran.
     """
 
     run_dir: Path
@@ -57,10 +57,10 @@ class Ownership:
         self.release()
 
     def release(self) -> None:
-        """Let others have the folder; remove it if it was made for this job, which left nothing in it."""
+        """Release the directory; remove it if it was created for this job and is empty."""
         self._stopped.set()
         found = readable_owner(self._path)
-        with suppress(OSError, FcpError):  # a full disk, of which the job's own last line tells
+        with suppress(OSError, FcpError):  # a full disk, which the job itself reports
             if found is not None and found.mark == started_by.mark_of(os.getpid()):
                 latest = self._before if self.ended is None else replace(found, ended=self.ended)
                 if latest is None:
@@ -72,7 +72,7 @@ class Ownership:
         _unlock(_held.pop(self._path.absolute(), None))
 
     def beat(self) -> None:
-        """Touch the owner file until it is released; a full or lost disk must not end the job."""
+        """Touch the owner file until released; disk errors must not end the job."""
         while not self._stopped.wait(BEAT_SECONDS):
             with suppress(OSError):
                 os.utime(self._path)
@@ -88,16 +88,16 @@ def own(
     patience_seconds: float = 0.0,
     announce: Callable[[str], None] = lambda line: None,
 ) -> Ownership:
-    """Take a run folder, before anything in it is read or changed; make it if it is missing.
+    """Take ownership of a run directory before reading or changing anything in it; create it if missing.
 
     Args:
-        run_dir: the folder.
-        node: the node of a job; all but the first own a file of their own, next to that of node 0.
-        job: the same for all nodes of a job.
-        restarts: a scheduler starts `job` again only once its earlier start has ended.
-        must_be_new: raise FileExistsError if the folder exists.
-        patience_seconds: time to wait for an owner of another machine to end.
-        announce: receives a line before a wait of several seconds.
+        run_dir: the run directory.
+        node: index of this node; each node has its own owner file.
+        job: identifier common to all nodes of a job.
+        restarts: whether the scheduler restarts `job` only after its earlier start has ended.
+        must_be_new: raise FileExistsError if the directory exists.
+        patience_seconds: how long to wait for an owner on another machine to end.
+        announce: called with a line before a wait of several seconds.
     """
     made = _make(run_dir, must_be_new=must_be_new)
     path = RunPaths(run_dir=run_dir).owner_of(node)
@@ -129,7 +129,7 @@ def own(
 
 
 def own_unless_launched(run_dir: Path) -> Ownership | None:
-    """Take a run folder for rank 0; None if this process has it, or the launcher that started this rank."""
+    """Take ownership for rank 0; return None if this process or its launcher has it already."""
     path = RunPaths(run_dir=run_dir).owner_of(0)
     if path.absolute() in _held:
         return None
@@ -140,12 +140,12 @@ def own_unless_launched(run_dir: Path) -> Ownership | None:
 
 
 def _make(run_dir: Path, *, must_be_new: bool) -> list[Path]:
-    """Make a folder; return the new folders, the innermost first."""
+    """Create a directory; return the created directories, innermost first."""
     made: list[Path] = []
     try:
         for folder in reversed((run_dir, *run_dir.parents)):
             if not folder.exists():
-                with suppress(FileExistsError):  # by another job, just now
+                with suppress(FileExistsError):  # another job just created it
                     folder.mkdir()
                     made.insert(0, folder)
         if must_be_new and run_dir not in made:
@@ -161,7 +161,7 @@ _TAKEN: Final = -1
 
 
 def _lock(run_dir: Path) -> int | None:
-    """Lock a folder; return a handle, `_TAKEN`, or None if its file system has no such locks."""
+    """Lock a directory; return a handle, `_TAKEN`, or None if the file system lacks such locks."""
     try:
         handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -171,7 +171,7 @@ def _lock(run_dir: Path) -> int | None:
     except BlockingIOError:
         os.close(handle)
         return _TAKEN
-    except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP; NFS wants a handle to write, which no folder has (EBADF)
+    except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP; EBADF on NFS, which needs a writable handle
         os.close(handle)
         return None
     return handle
@@ -183,7 +183,7 @@ def _unlock(handle: int | None) -> None:
 
 
 def _forget_locks() -> None:
-    """Close a forked process's copies of the locks, which would outlive this process with it."""
+    """Close a forked child's copies of the locks, which would outlive this process."""
     for handle in _held.values():
         _unlock(handle)
     _held.clear()
@@ -193,7 +193,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _take(path: Path, owner: Owner, announce: Callable[[str], None], *, restarts: bool, is_locked: bool) -> bool:
-    """Write the owner file, unless it names one that still runs; return whether it names this process now."""
+    """Write the owner file unless its owner is alive; return whether it now names this process."""
     if _blocking_job(path, owner) is not None:
         return False
     try:
@@ -207,12 +207,12 @@ def _take(path: Path, owner: Owner, announce: Callable[[str], None], *, restarts
         return False
     write_text_atomically(path, owner.text())
     if not is_locked or found is None or found.process is None or not found.process.is_local:
-        time.sleep(_SETTLE_SECONDS)  # without a common lock, another may have found the same stale owner: the last wins
+        time.sleep(_SETTLE_SECONDS)  # without a shared lock, another process may also take over: the last one wins
     return readable_owner(path) == owner
 
 
 def _blocking_job(path: Path, owner: Owner) -> Owner | None:
-    """Return the live owner of node 0's file if it is of another job than this node's."""
+    """Return node 0's owner if it is alive and belongs to another job."""
     first = RunPaths(run_dir=path.parent).owner_of(0)
     found = None if path == first else readable_owner(first)
     return found if found is not None and found.job != owner.job and is_alive(found, first) else None

@@ -1,4 +1,4 @@
-"""Writes the record of a run: the plan, its cost profile, and the installed versions."""
+"""Records a run's inputs: the plan, its cost profile, and the installed versions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fcp_cli.runs.folder import RunPaths
 
 
 def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:
-    """Copy the plan, write out its cost profile, and list the versions of this machine."""
+    """Copy the plan, and write its cost profile and the versions on this machine."""
     paths = RunPaths(run_dir=run_dir)
     if plan != paths.plan:  # a resumed run follows its own copy
         with replaced_atomically(paths.plan) as temporary:
             shutil.copyfile(plan, temporary)
-    if metadata.cost_profile:  # a job without a plan has its own, written when training began
+    if metadata.cost_profile:  # a job without a plan writes its own profile when training begins
         write_text_atomically(paths.profile, metadata.cost_profile)
     write_text_atomically(
         paths.versions, json.dumps(facts_document(collect_facts(asks_torch=has_driver_files())), indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""The steps that a run's metrics record: a checkpoint is only as new as they are."""
+"""Checks that a run's metrics cover the steps of its checkpoint."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from fcp_cli.runs.summary import summary_of
 
 
 def recorded_steps(metrics: Path) -> int:
-    """Return the number of steps that a run has finished by its metrics; 0 if there are none."""
+    """Return the number of finished steps according to the metrics; 0 without metrics."""
     last = summary_of(metrics).last
     return 0 if last is None else last["step"] + 1
 
 
 def unrecorded(first: int, last: int) -> str:
-    """Return which finished steps are in no record, numbered from 1 as the progress shows them."""
+    """Name a range of unrecorded steps, counted from 1 as in the progress display."""
     return f"step {last} is" if first == last else f"steps {first} to {last} are"
 
 
 def require_recorded(checkpoint: Path, *, accepts: bool) -> None:
-    """Check that the metrics of a run record every step of its newest checkpoint.
+    """Check that the metrics record every step of the checkpoint.
 
     Args:
         checkpoint: the checkpoint to resume from.
-        accepts: whether the user has accepted the gap.
+        accepts: whether the user accepts a gap.
     """
     finished, paths = read_header(checkpoint).step, RunPaths(run_dir=checkpoint.parent.parent)
     recorded = recorded_steps(paths.metrics)

@@ -1,4 +1,4 @@
-"""Reads the small JSON files of a run folder, each into the one validated value that it holds."""
+"""Reads small JSON files of a run directory into validated values."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ T = TypeVar("T")
 
 
 def read_state(path: Path, kind: type[T], *, format_name: str, remedy: str = "") -> T | None:
-    """Read a file of a run, or return None if there is none.
+    """Read a state file, or return None if it is missing.
 
     Args:
         path: the file.
-        kind: dataclass of everything that it holds besides its format.
-        format_name: the format that this fcp reads.
-        remedy: ends messages; the command that helps.
+        kind: dataclass of its content without `format`.
+        format_name: expected format.
+        remedy: appended to messages: the command that fixes it.
     """
     ending = remedy and f"; {remedy}"
     if not os.path.lexists(path):
         return None
     try:
-        require_input(path, seekable=True)  # no pipe, which would be waited for
+        require_input(path, seekable=True)  # excludes pipes, which would block
     except OSError as error:
         raise RunError(f"cannot read {path}: {first_sentence(error)}{ending}") from error
     try:

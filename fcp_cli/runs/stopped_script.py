@@ -1,4 +1,4 @@
-"""The checkpoint that a script's trainer wrote because its job was asked to stop: `stopped.json` of a run."""
+"""The checkpoint that a script's trainer wrote when its job was stopped: `stopped.json` of a run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fcp_cli.validation import NonNegativeCount, validated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoppedScript:
-    """A stopped training.
+    """A stopped training script.
 
     Attributes:
-        checkpoint: folder of the trainer's own checkpoint, absolute.
-        step: optimizer steps that it holds.
+        checkpoint: absolute path of the trainer's checkpoint.
+        step: number of optimizer steps trained.
     """
 
     checkpoint: str
@@ -28,12 +28,12 @@ class StoppedScript:
 
 
 def note_stopped(run_dir: Path, stopped: StoppedScript) -> None:
-    """Write where a stopped training continues."""
+    """Record the checkpoint from which the script can resume."""
     write_text_atomically(RunPaths(run_dir=run_dir).stopped, json.dumps(asdict(stopped)))
 
 
 def read_stopped(run_dir: Path) -> StoppedScript | None:
-    """Return where the stopped training of a run continues; None: it was not stopped, or has ended since."""
+    """Return the checkpoint from which the script can resume, or None if it was not stopped."""
     path = RunPaths(run_dir=run_dir).stopped
     if not path.is_file():
         return None
@@ -47,6 +47,6 @@ def read_stopped(run_dir: Path) -> StoppedScript | None:
 
 
 def forget_stopped(run_dir: Path) -> None:
-    """Remove the note of where a stopped training continues, if there is one: it has ended by itself since."""
+    """Remove the record of a stopped script, since it has now finished."""
     with suppress(FileNotFoundError):
         RunPaths(run_dir=run_dir).stopped.unlink()

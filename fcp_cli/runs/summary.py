@@ -1,4 +1,4 @@
-"""Totals of a run from its metrics, and the last line that it prints."""
+"""Totals of a run from its metrics, and the final line that it prints."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fcp_cli.words import duration, first_sentence, short_count
 
 @dataclass(slots=True)
 class RunSummary:
-    """Totals over the steps of a run, or of its latest start where only that was fed.
+    """Totals over the steps passed to `feed`.
 
     Attributes:
-        first, last: the `step` records at both ends; None before the first.
-        steps: the steps that were fed.
-        tokens, seconds: their tokens and seconds.
+        first, last: first and last `step` record, or None.
+        steps: number of steps.
+        tokens, seconds: sums over the steps.
     """
 
     first: StepRecord | None = None
@@ -29,12 +29,12 @@ class RunSummary:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    _paced: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, seconds, planned: without warm-up
+    _paced: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, seconds, planned; without warm-up
 
     def feed(self, record: MetricsRecord) -> None:
         if record["kind"] != "step":
             return
-        ends: StepRecord = {**record, "ranks": []}  # those of thousands of ranks are large
+        ends: StepRecord = {**record, "ranks": []}  # large for thousands of ranks
         self.first, self.last = self.first or ends, ends
         self.steps += 1
         self.tokens += record["tokens"]
@@ -44,7 +44,7 @@ class RunSummary:
                 self._paced[at] += value
 
     def line(self) -> str:
-        """Return total steps, loss, tokens and time, and the mean step with the planned mean of the same steps."""
+        """Format steps, loss, tokens, time, and the mean measured and planned step time."""
         if self.first is None or self.last is None:
             return "no step was measured"
         parts = [f"steps {self.first['step'] + 1} to {self.last['step'] + 1}"]
@@ -62,7 +62,7 @@ class RunSummary:
 
 
 def closing_line(summary: RunSummary, paths: RunPaths) -> str:
-    """Return the last line of a run that succeeded: its totals, and where its files are."""
+    """Format the final line of a successful run: totals and where its files are."""
     places = []
     if saved := checkpoints(paths.checkpoints):
         places.append(f"checkpoint {from_here(saved[-1])}")
@@ -71,7 +71,7 @@ def closing_line(summary: RunSummary, paths: RunPaths) -> str:
 
 
 def summary_of(metrics: Path) -> RunSummary:
-    """Add up a metrics file, of however many starts; damaged lines are skipped, and a missing file has no steps."""
+    """Sum up a metrics file over all starts; damaged lines are skipped, a missing file counts as empty."""
     summary = RunSummary()
     try:
         with open_input(metrics, seekable=True) as file:

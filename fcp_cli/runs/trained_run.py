@@ -1,4 +1,4 @@
-"""Reads a run for `fcp plan --continue-from`: which plan it followed, and how far it came."""
+"""Reads a run for `fcp plan --continue-from`: its plan and how far it got."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fcp_cli.validation import shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedRun:
-    """A run of the bundled trainer that stopped before its plan's end.
+    """A run of the bundled trainer that stopped before the end of its plan.
 
     Attributes:
-        plan: the plan that it followed last; proven to be whole.
-        first_step: the first step that is not trained yet: the one after its newest checkpoint.
-        manifest: the manifest of the plan.
-        length_column: the length column of the manifest.
-        model: the model that it trains.
+        plan: the latest plan it followed, verified.
+        first_step: first untrained step: the one after its newest checkpoint.
+        manifest: manifest of the plan.
+        length_column: length column of the manifest.
+        model: trained model.
     """
 
     plan: Path
@@ -37,7 +37,7 @@ class TrainedRun:
 
 
 def plan_at_step(text: Path, manifest: Path | None, length_column: str) -> TrainedRun | None:
-    """Return the run of a script whose checkpoint is at a step of a plan, given as PLAN@STEP; None: it is no such text.
+    """Parse PLAN@STEP, which names a script's run with a checkpoint at a plan step; None if it is another form.
 
     Raises:
         PlanError: the plan is missing, damaged or was edited.
@@ -56,7 +56,7 @@ def plan_at_step(text: Path, manifest: Path | None, length_column: str) -> Train
 
 
 def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedRun:
-    """Read a run directory; `manifest` is where the plan's manifest is, if that was given."""
+    """Read a run directory; `manifest` overrides the location of the plan's manifest."""
     refuse_running(run_dir)
     launched = read_launch(run_dir)
     if launched.training is None or launched.model is None:
@@ -69,7 +69,7 @@ def read_trained_run(run_dir: Path, *, manifest: Path | None = None) -> TrainedR
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
     if not saved:
         raise RunError(
-            f"{run_dir} has no checkpoint, so nothing that it trained is kept; plan again with 'fcp plan "
+            f"{run_dir} has no checkpoint, so its training is lost; plan again with 'fcp plan "
             f"{metadata.manifest.argument} --ranks N'"
         )
     header = read_header(saved[-1])

@@ -1,5 +1,5 @@
-"""Images and videos: the tokens they make, the pieces that an encoder can run separately, the families of models.
+"""Images and videos: token counts, the parts that an encoder can run separately, and model families.
 
-`processors` needs no torch and serves the manifest; `parts` and the modules of the families serve the training job. The
-cost of the encoder is with the cost model, its measurement with profiling, its shards with the runtime.
+`processors` needs no torch and serves manifests; `parts` and the family modules serve training. Encoder cost belongs to
+the cost model, its measurement to profiling, and its sharding to the runtime.
 """

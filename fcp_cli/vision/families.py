@@ -1,4 +1,4 @@
-"""The families of vision-language models that can follow a plan, by their model type in transformers."""
+"""Vision-language model families that can follow a plan, by `model_type` in transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class VisionModule(Protocol):
     """Interface of a family's module for the runtime; data sets also call its `visual_sequence`."""
 
     def encode(self, model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-        """Return the embeddings [their tokens, levels, hidden] of the parts that a rank was given."""
+        """Return the embeddings [tokens, levels, hidden] of this rank's parts."""
 
     def encoder_outputs(self, embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-        """Return embeddings [tokens, levels, hidden] as the model's forward takes them instead of pixels."""
+        """Return the arguments of the model's forward that replace pixels by embeddings [tokens, levels, hidden]."""
 
 
 FAMILIES: Final[Mapping[str, VisionModule]] = {

@@ -1,7 +1,7 @@
-"""Gemma 3: its sequences as a plan runs them, and the calls of its encoder.
+"""Gemma 3: builds sequences for a plan, and calls the vision encoder.
 
-Images, and the crops that pan and scan makes of them, are squares of one size, which the encoder (SigLIP) sees one by
-one; the tokens of each see each other both ways.
+Images, and crops from pan and scan, are squares of equal size, which the encoder (SigLIP) processes independently. The
+tokens of an image attend to each other bidirectionally.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
 def visual_sequence(
     config: Any, input_ids: Any, *, labels: Any = None, pixel_values: Pixels | None = None
 ) -> VisualSequence:
-    """Make one sequence from the output of the model's processor, with the mask of its token types.
+    """Build a sequence from the output of the model's processor, with a mask by token type.
 
     Args:
-        config: the configuration of the whole model (`Gemma3Config`).
-        input_ids: [tokens] with placeholders, `mm_tokens_per_image` for each image or crop.
-        labels: [tokens], -100 if a token is not to be learned; None learns every token.
-        pixel_values: [images and crops, channels, height, width]; a function is called only on the rank that encodes
-            them.
+        config: configuration of the full model (`Gemma3Config`).
+        input_ids: [tokens] with `mm_tokens_per_image` placeholders per image or crop.
+        labels: [tokens], -100 for tokens not trained; None trains every token.
+        pixel_values: [images and crops, channels, height, width]; a function is called only on the encoding rank.
     """
     made = tiled_sequence(
         input_ids,
@@ -42,16 +41,16 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """Return the embeddings [embeddings, 1, hidden] of this member's images, or of a blank one if it has none.
+    """Return the embeddings [embeddings, 1, hidden] of this rank's images, or of a blank image if it has none.
 
     Args:
         model: the `Gemma3Model`.
-        parts: the parts to encode; unused, since all have one size.
-        pixels: [images, channels, height, width] of all of them; None if there are none.
+        parts: parts to encode; unused, since all have the same size.
+        pixels: [images, channels, height, width]; None if there are none.
     """
     tower, config = model.vision_tower, model.config
     if pixels is None:
-        # One patch goes through the encoder, and represents a whole image before the projector, which needs one.
+        # Encode a single patch and repeat it to a full image, which the projector needs.
         size = config.vision_config.patch_size
         blank = torch.zeros(1, 3, size, size, dtype=tower.dtype, device=tower.device)
         patch = tower(blank, interpolate_pos_encoding=True, return_dict=True).last_hidden_state
@@ -66,7 +65,7 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].
-        kinds: the kinds of each; all are images here.
+        kinds: kind of each token; all are images here.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -74,5 +73,5 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
 
 def _side(config: Any) -> int:
-    """Return the patches along a side of an image."""
+    """Return the number of patches along an image's side."""
     return int(config.vision_config.image_size // config.vision_config.patch_size)

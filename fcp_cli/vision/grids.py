@@ -1,4 +1,4 @@
-"""Parts of pictures by the output of processors: grids of patches, with the call of Qwen's towers, and square tiles."""
+"""Split processor output into encoder parts: patch grids (with the call of Qwen's towers) and square tiles."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def grid_parts(
     *,
     work: Callable[[int, int], float],
 ) -> Iterator[tuple[VisualPart, ...]]:
-    """Yield the parts of each image, or of each video, of a sequence, in the order of their placeholders.
+    """Yield the parts of each image or video of a sequence, in the order of their placeholders.
 
     Args:
-        config: the configuration of the whole model.
+        config: configuration of the full model.
         ids: [tokens] with placeholders.
         kind: whether images or videos.
-        grid_thw: [images or videos, 3] patches in time, height and width; None for none.
-        pixels: the pixels of them, [patches, values]; None if there are none.
-        work: the work of the encoder for one part, of its height and width in patches.
+        grid_thw: [images or videos, 3] patches in time, height and width; None if there are none.
+        pixels: [patches, values]; None if there are none.
+        work: encoder work of a part, from its height and width in patches.
     """
     places = np.flatnonzero(ids == (config.image_token_id if kind == "image" else config.video_token_id))
     grids = np.zeros((0, 3), dtype=np.int64) if grid_thw is None else np.asarray(grid_thw, dtype=np.int64)
@@ -40,7 +40,7 @@ def grid_parts(
     if wanted != len(places):
         raise RunError(
             f"a sequence has {len(places)} {kind} placeholders (token {ids[places[0]] if len(places) else 'none'}), "
-            f"but its grids make {wanted} tokens; give the processor's {kind}_grid_thw of this very sequence"
+            f"but its grids make {wanted} tokens; give the processor's {kind}_grid_thw of this sequence"
         )
     if pixels is None:
         if not wanted:
@@ -71,16 +71,15 @@ def grid_parts(
 def tiled_sequence(
     input_ids: Any, *, labels: Any, pixel_values: Pixels | None, placeholder: int, tokens_per_tile: int, side: int
 ) -> VisualSequence:
-    """Make one sequence of tiles of one size, which the encoder sees one by one, from the output of the processor.
+    """Build a sequence of equal-sized tiles, encoded independently, from the output of the processor.
 
     Args:
-        input_ids: [tokens] with placeholders, `tokens_per_tile` for each tile.
-        labels: [tokens], -100 where a token is not to be learned; None learns every token.
-        pixel_values: the tiles [tiles, channels, height, width]; a function is called only on the rank that encodes
-            them.
-        placeholder: token of images.
-        tokens_per_tile: the tokens per tile that a tile becomes.
-        side: the side of a tile, in patches.
+        input_ids: [tokens] with `tokens_per_tile` placeholders per tile.
+        labels: [tokens], -100 for tokens not trained; None trains every token.
+        pixel_values: [tiles, channels, height, width]; a function is called only on the encoding rank.
+        placeholder: placeholder token of images.
+        tokens_per_tile: visual tokens of a tile.
+        side: side of a tile, in patches.
     """
     ids = np.asarray(input_ids, dtype=np.int64)
     places = np.flatnonzero(ids == placeholder)
@@ -91,7 +90,7 @@ def tiled_sequence(
     if rest or given != tiles or (tiles and pixel_values is None):
         raise RunError(
             f"a sequence has {len(places)} placeholders (token {placeholder}), {size} for each tile, but "
-            f"{'no' if pixel_values is None else given} tiles; give the processor's pixel_values of this very sequence"
+            f"{'no' if pixel_values is None else given} tiles; give the processor's pixel_values of this sequence"
         )
     images = tiles * [((side, side), size, 1.0)]
     return VisualSequence(
@@ -102,13 +101,13 @@ def tiled_sequence(
 def image_parts(
     places: IntArray, images: Sequence[tuple[tuple[int, int], int, float]], pixels: Pixels | None, *, words: str
 ) -> tuple[VisualPart, ...]:
-    """Return the parts of images or tiles that have one row of pixels each, in the order of their placeholders.
+    """Return the parts of images or tiles, each one row of `pixels`, in the order of their placeholders.
 
     Args:
-        places: [placeholders] positions in the sequence.
-        images: the grid in patches, the tokens and the work of each; they have as many tokens as there are places.
-        pixels: [images, ...] the pixels of them; None if there are none.
-        words: what a message calls the placeholders.
+        places: [placeholders] their positions in the sequence.
+        images: (patch grid, tokens, work) of each; the tokens add up to the number of placeholders.
+        pixels: [images, ...]; None if there are none.
+        words: name of the placeholders in messages.
     """
     if pixels is None:
         return ()
@@ -124,14 +123,14 @@ def image_parts(
 
 
 def run_tower(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Any:
-    """Return the output of a model's tower for this member's parts; for a blank patch if it has none.
+    """Run a model's vision tower on this rank's parts, or on a blank patch if it has none.
 
-    The blank one keeps every rank in step with the hooks of DDP and FSDP; its embedding is not used.
+    The blank patch makes DDP and FSDP hooks run on every rank; its embedding is not used.
 
     Args:
-        model: the base model, whose `visual` is the tower.
+        model: base model; `visual` is the tower.
         parts: the parts to encode.
-        pixels: [patches, values] of all of them; None if there are none.
+        pixels: [patches, values]; None if there are none.
     """
     visual = model.visual
     grids = [(1, *part.grid) for part in parts]
@@ -146,9 +145,9 @@ def run_tower(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) ->
 
 
 def by_kind(embeddings: Tensor, kinds: Sequence[Kind]) -> Mapping[Kind, Tensor]:
-    """Return the embeddings [visual tokens, ...] of images and those of videos.
+    """Split embeddings [visual tokens, ...] into those of images and those of videos.
 
-    Both are always there, be they empty, so that every rank's graph has a path to its encoder.
+    Both keys are always present, so that the autograd graph of every rank reaches the encoder.
     """
     both: tuple[Kind, ...] = ("image", "video")
     return {kind: embeddings[[index for index, found in enumerate(kinds) if found == kind]] for kind in both}

@@ -1,7 +1,7 @@
-"""Visual tokens for processors that make each image, tile or frame one row of one size: InternVL, Gemma 3 and Gemma 4.
+"""Visual token counts of processors with one pixel row per image, tile or frame: InternVL, Gemma 3 and Gemma 4.
 
-The formulas are those of transformers 5.24 (`got_ocr2`, `internvl`, `gemma3`, `gemma4`); the tests compare them with
-the library's own functions. The default sizes are those of published checkpoints.
+Formulas follow transformers 5.24 (`got_ocr2`, `internvl`, `gemma3`, `gemma4`), and tests compare them with the library.
+Default sizes are those of published checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tiles = Annotated[int, Meta(ge=1, le=1000, description="a whole number from 1 to
 
 
 class _ImageRows:
-    """Base of processors whose encoder runs rows one by one: each tile, image or frame is a row and a part."""
+    """Base of processors for which each tile, image or frame is a pixel row and an encoder part."""
 
     __slots__ = ()
 
@@ -42,14 +42,14 @@ class _ImageRows:
 
 
 class _SquarePixels(_ImageRows):
-    """Base of processors whose rows are squares of one size."""
+    """Base of processors whose pixel rows are equal-sized squares."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def side(self) -> int:
-        """Pixels along a square's side."""
+        """Side of a square, in pixels."""
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ class _SquarePixels(_ImageRows):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InternVision(_SquarePixels):
-    """InternVL 2.5 and 3: square tiles in the grid that is closest in aspect ratio, and a thumbnail."""
+    """InternVL 2.5 and 3: square tiles in the grid with the closest aspect ratio, plus a thumbnail."""
 
     name: str = "internvl"
     tile_pixels: Count = 448
@@ -72,7 +72,7 @@ class InternVision(_SquarePixels):
 
     @property
     def template_marks(self) -> int:
-        return 1  # a line break; <img> and </img> are counted with the picture
+        return 1  # a line break; <img> and </img> count as part of the image
 
     @property
     def side(self) -> int:
@@ -81,7 +81,7 @@ class InternVision(_SquarePixels):
     def image(self, height: int, width: int) -> Visual:
         columns, rows = _best_grid(height, width, self.tile_pixels, self.min_tiles, self.max_tiles)
         tiles = columns * rows
-        tiles += 1 if tiles > 1 else 0  # the thumbnail, of which a single tile needs none
+        tiles += 1 if tiles > 1 else 0  # thumbnail, unless there is a single tile
         return self._visual(tiles, marks=2)
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
@@ -113,7 +113,7 @@ class InternVision(_SquarePixels):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmaVision(_SquarePixels):
-    """Gemma 3: every image as a square, and with pan and scan, crops of one that is long or tall; no videos."""
+    """Gemma 3: each image as a square, and with pan and scan, crops of elongated images; no videos."""
 
     name: str = "gemma3"
     image_pixels: Count = 896
@@ -126,7 +126,7 @@ class GemmaVision(_SquarePixels):
 
     @property
     def template_marks(self) -> int:
-        return 0  # <start_of_image> is counted with the picture
+        return 0  # <start_of_image> counts as part of the image
 
     @property
     def side(self) -> int:
@@ -135,7 +135,7 @@ class GemmaVision(_SquarePixels):
     def image(self, height: int, width: int) -> Visual:
         crops = self._crops(min(height, width), max(height, width)) if self.pan_and_scan else 0
         images, side = 1 + crops, self.image_pixels // self.patch_size
-        # Around each image two breaks and its start and end; between them, text.
+        # Two line breaks and the start and end tokens surround each image; text separates them.
         texts = ("Here is the original image ", _CROPS_TEXT, *([" "] * (crops - 1))) if crops else ()
         return Visual(tokens=images * (self.tokens_per_image + 4), grid=(images, side, side), texts=texts)
 
@@ -154,7 +154,7 @@ class GemmaVision(_SquarePixels):
         return Written(text="".join(f"{text}{image}" for text in visual.texts), runs=runs)
 
     def _crops(self, short: int, long: int) -> int:
-        """Return how many crops an image becomes, side by side along its longer side."""
+        """Return the number of crops along the image's longer side."""
         if long / short < self.least_aspect:
             return 0
         wanted = min(long // self.min_crop_pixels, math.floor(long / short + 0.5))
@@ -164,7 +164,7 @@ class GemmaVision(_SquarePixels):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemma4Vision(_ImageRows):
-    """Gemma 4: the whole image at its own aspect ratio, as large as its tokens allow, then padded; no videos."""
+    """Gemma 4: the image at its own aspect ratio, as large as the token limit allows, then padded; no videos."""
 
     name: str = "gemma4"
     patch_size: Count = 16
@@ -173,7 +173,7 @@ class Gemma4Vision(_ImageRows):
 
     @property
     def template_marks(self) -> int:
-        return 0  # <|image> and <image|> are counted with the picture
+        return 0  # <|image> and <image|> count as part of the image
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ class Gemma4Vision(_ImageRows):
         scale = math.sqrt(most * side**2 / (height * width))
         rows, columns = math.floor(scale * height / side), math.floor(scale * width / side)
         if not rows and not columns:
-            raise ValueError(f"{height} x {width} pixels become no token of {side} x {side} pixels")
+            raise ValueError(f"{height} x {width} pixels are smaller than a token of {side} x {side} pixels")
         if not rows:
             rows, columns = 1, min(width // height, most)
         elif not columns:
@@ -212,7 +212,7 @@ _CROPS_TEXT: Final = " and here are some crops to help you see better "
 
 @lru_cache(maxsize=1 << 16)
 def _best_grid(height: int, width: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
-    """Return (columns, rows) closest in aspect ratio; of equals the one with more tiles that the picture half fills."""
+    """Return (columns, rows) with the closest aspect ratio; on ties, more tiles if the image half fills them."""
     sides = range(1, max_tiles + 1)
     grids = sorted(
         ((c, r) for c in sides for r in sides if min_tiles <= c * r <= max_tiles), key=lambda grid: grid[0] * grid[1]

@@ -1,6 +1,6 @@
-"""InternVL: its sequences as a plan runs them, and the calls of its encoder.
+"""InternVL: builds sequences for a plan, and calls the vision encoder.
 
-Images and frames are square tiles of one size, which the encoder sees one by one: a part is a tile, all weigh alike.
+Images and frames are equal-sized square tiles, which are encoded independently: each tile is a part of equal work.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
 def visual_sequence(
     config: Any, input_ids: Any, *, labels: Any = None, pixel_values: Pixels | None = None
 ) -> VisualSequence:
-    """Make one sequence from the output of the model's processor.
+    """Build a sequence from the output of the model's processor.
 
     Args:
-        config: the configuration of the whole model (`InternVLConfig`).
-        input_ids: [tokens] with placeholders, `image_seq_length` for each tile.
-        labels: [tokens], -100 if a token is not to be learned; None learns every token.
-        pixel_values: the tiles [tiles, channels, height, width] of its images and frames; a function is called
-            only on the rank that encodes them.
+        config: configuration of the full model (`InternVLConfig`).
+        input_ids: [tokens] with `image_seq_length` placeholders per tile.
+        labels: [tokens], -100 for tokens not trained; None trains every token.
+        pixel_values: [tiles, channels, height, width]; a function is called only on the encoding rank.
     """
     size = config.image_seq_length
     return tiled_sequence(
@@ -39,12 +38,12 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """Return [embeddings, 1, hidden] of this member's tiles; of a blank one, as small as can be, if it has none.
+    """Return the embeddings [embeddings, 1, hidden] of this rank's tiles, or of a tiny blank tile if it has none.
 
     Args:
         model: the `InternVLModel`.
-        parts: the parts to encode; unused, since all tiles have one size.
-        pixels: [tiles, channels, height, width] of all of them; None if there are none.
+        parts: parts to encode; unused, since all tiles have the same size.
+        pixels: [tiles, channels, height, width]; None if there are none.
     """
     tower = model.vision_tower
     if pixels is None:
@@ -59,7 +58,7 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].
-        kinds: the kinds of each; all are images here.
+        kinds: kind of each token; all are images here.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 

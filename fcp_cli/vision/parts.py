@@ -1,4 +1,4 @@
-"""The pieces of images and videos that an encoder can run separately, and their assignment to the ranks of a group."""
+"""Image and video parts that an encoder can run separately, and their assignment to ranks of a group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Kind = Literal["image", "video"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelsRead:
-    """Rows that were asked for together.
+    """Pixel rows that were read together.
 
     Attributes:
-        rows: [rows, ...] each.
-        problem: why a picture could not be read, whose rows are blank then; None if all could.
+        rows: one tensor [rows, ...] per requested range.
+        problem: why a picture could not be read, in which case its rows are blank; or None.
     """
 
     rows: Sequence[Tensor]
@@ -35,26 +35,25 @@ class PixelsRead:
 
 @runtime_checkable
 class PixelReader(Protocol):
-    """Pictures of one kind of a sequence that are read ahead of time, elsewhere."""
+    """Reads the images or the videos of a sequence in the background."""
 
     def begin(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], PixelsRead]:
-        """Start reading several ranges of rows at once; return a function that waits for them."""
+        """Start reading several row ranges; return a function that waits for them."""
 
 
 Pixels: TypeAlias = "Tensor | Callable[[int, int], Tensor] | PixelReader"
-"""Pixels from a processor, [rows, ...], or a reader of rows start to stop."""
+"""Pixels from a processor, [rows, ...], or a function or reader that returns a range of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PixelRows:
-    """Lazy reader of rows `start` to `stop` of some pixels."""
+    """Lazily reads pixel rows [`start`, `stop`)."""
 
     pixels: Pixels
     start: int
     stop: int
 
     def __call__(self) -> Tensor:
-        """Return the rows."""
         if isinstance(self.pixels, PixelReader):
             read = self.pixels.begin([(self.start, self.stop)])()
             if read.problem is not None:
@@ -65,16 +64,15 @@ class PixelRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisualPart:
-    """The smallest piece of an image or a video that the encoder can run by itself: an image, a pair of frames, a tile.
+    """The smallest piece that the encoder can run by itself: an image, a pair of frames, or a tile.
 
     Attributes:
-        kind: determines the placeholder of its tokens.
-        start_token: position of the first of its tokens in the sequence.
-        num_tokens: how many it has, all together.
-        work: the work of the encoder for it, in any unit that all parts share.
+        kind: image or video; determines the placeholder token.
+        start_token: position of its first token in the sequence.
+        num_tokens: number of its tokens, which are contiguous.
+        work: encoder work, in any unit common to all parts.
         grid: height and width in patches.
-        pixels: gives the encoder's input for it, [patches, ...]; called ahead of time in a background thread, and only
-            on the rank that encodes it.
+        pixels: returns its encoder input [patches, ...]; called in a background thread, only on the encoding rank.
     """
 
     kind: Kind
@@ -87,14 +85,14 @@ class VisualPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisualSequence:
-    """One sequence with images or videos, as `fetch` returns it.
+    """A sequence with images or videos, as `fetch` returns it.
 
     Attributes:
-        tokens: [tokens] ids, with placeholders of visual embeddings.
-        labels: [tokens] as Hugging Face data sets have them, or None to learn every token.
-        parts: the pieces of its images and videos, in the order of their tokens; may be empty.
+        tokens: [tokens] ids, with placeholders for visual embeddings.
+        labels: [tokens] as in Hugging Face data sets, or None to train every token.
+        parts: parts of its images and videos, in token order; may be empty.
         position_ids: [axes, tokens] if the model's positions are not 0, 1, 2, ...
-        mask: the mask of its tokens; images with bidirectional attention are `masks.segments`.
+        mask: attention mask; use `masks.segments` for images with bidirectional attention.
     """
 
     tokens: Any
@@ -105,7 +103,7 @@ class VisualSequence:
 
 
 def begin_reading(parts: Sequence[VisualPart]) -> Callable[[], PixelsRead]:
-    """Start reading the pixels of one sequence's parts; return a function per part that waits for them, in order."""
+    """Start reading the pixels of a sequence's parts; return a function per part that waits for them, in order."""
     together: dict[int, list[int]] = {}
     for number, part in enumerate(parts):
         if isinstance(part.pixels, PixelRows) and isinstance(part.pixels.pixels, PixelReader):
@@ -131,17 +129,17 @@ def begin_reading(parts: Sequence[VisualPart]) -> Callable[[], PixelsRead]:
 
 
 def balanced_encoders(work: Sequence[float], members: int, homes: Sequence[range] | None = None) -> IntArray:
-    """Return [parts] the member that encodes each part; the same on every rank.
+    """Return the group member that encodes each part, [parts]; the same on every rank.
 
-    The heaviest first, each to the least loaded member: the most loaded member then has at most 4/3 - 1/(3 members) of
-    the least possible (Graham, 1969). Then its parts and those of another member are divided again between the
-    two, as evenly as can be, as long as that lowers the larger load.
+    Parts go, heaviest first, to the least loaded member: the largest load is then at most 4/3 - 1/(3 members) times the
+    optimum (Graham, 1969). Then parts of the most loaded member and another are repeatedly redistributed between the
+    two, as long as that lowers the larger load.
 
     Args:
         work: the work of each part.
-        members: who may encode any part.
-        homes: [parts] the members that hold a part's tokens: they keep at most their even share, so that
-            fewer embeddings travel. None: all members alike.
+        members: size of the group; each member may encode any part.
+        homes: [parts] members that hold a part's tokens, preferred up to an even share, so that fewer embeddings are
+            sent; None: no preference.
     """
     weights = np.asarray(work, dtype=np.float64)
     encoders = _largest_first(work, members, homes)
@@ -150,7 +148,7 @@ def balanced_encoders(work: Sequence[float], members: int, homes: Sequence[range
         heaviest = int(loads.argmax())
         if loads[heaviest] <= _EVEN_ENOUGH * loads.mean():
             break
-        # An improvement below rounding could be undone in the next round, endlessly.
+        # An improvement below rounding error could be undone in the next round, forever.
         least, best = loads[heaviest] * (1 - 1e-9), None
         for other in np.flatnonzero(np.arange(members) != heaviest).tolist():
             both = np.flatnonzero((encoders == heaviest) | (encoders == other))
@@ -167,10 +165,10 @@ def balanced_encoders(work: Sequence[float], members: int, homes: Sequence[range
     return encoders
 
 
-_EVEN_ENOUGH = 1.01  # largest over mean load at which dividing again ends
+_EVEN_ENOUGH = 1.01  # ratio of largest to mean load at which redistribution ends
 _MOST_ROUNDS_PER_MEMBER = 8
-_MOST_TRIES = 1 << 15  # pairs of members whose parts are divided again: a second of a loader's time
-_LEVELS = 4096  # a half is sought among so many sums
+_MOST_TRIES = 1 << 15  # limit on redistributed pairs of members: about a second
+_LEVELS = 4096  # resolution of the sums when halving
 
 
 def _largest_first(work: Sequence[float], members: int, homes: Sequence[range] | None) -> IntArray:
@@ -197,7 +195,7 @@ def _largest_first(work: Sequence[float], members: int, homes: Sequence[range] |
 
 
 def _half_of(weights: FloatArray) -> list[int]:
-    """Choose the weights that come closest to half of their sum; they are rounded to 1/4096 of it.
+    """Choose weights that sum to about half of the total, each rounded to 1/4096 of it.
 
     Bit s of `sums[n]` is set if some of the first n weights add up to s, so a shift adds a weight to all sums.
     """

@@ -1,4 +1,4 @@
-"""Visual tokens and encoder work of a picture, and the interface of the processors that count them."""
+"""Visual tokens and encoder work of an image or video, and the interface of processors that count them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Visual:
     """The tokens and patches that one image or video adds to a sequence.
 
     Attributes:
-        tokens: the tokens that the placeholder in the text is replaced by, but for `texts`; with the marks around them.
-        grid: parts within which the encoder attends (frame pairs, tiles), and height and width of each in patches.
-        texts: pieces of text put between the visual tokens, as time stamps.
-        part_seconds: the time from one part of a video to the next, if the model's positions depend on it.
+        tokens: number of tokens that replace the placeholder, including start and end tokens, without `texts`.
+        grid: number of parts (frame pairs or tiles, within which attention stays), and patch height and width of each.
+        texts: texts between the visual tokens, such as time stamps.
+        part_seconds: time between parts of a video, if the model's positions depend on it.
     """
 
     tokens: int
@@ -27,24 +27,24 @@ class Visual:
 
     @property
     def patches(self) -> int:
-        """The number of patches that the vision encoder runs."""
+        """Number of patches for the vision encoder."""
         return math.prod(self.grid)
 
     @property
     def patch_pairs(self) -> int:
-        """Sum over the parts of patches squared, to which the cost of attention within them is proportional."""
+        """Sum of squared patches over the parts: proportional to the cost of attention within them."""
         parts, height, width = self.grid
         return parts * (height * width) ** 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """The placeholders of pictures in a checkpoint's own vocabulary.
+    """A checkpoint's placeholder texts for images and videos.
 
     Attributes:
-        image, video: text of the chat template for an image and a video.
-        image_pad, video_pad: text of each of their visual tokens.
-        start, end: text around the visual tokens of a part.
+        image, video: text that the chat template renders.
+        image_pad, video_pad: text of a visual token.
+        start, end: texts around the visual tokens of a part.
     """
 
     image: str
@@ -57,11 +57,11 @@ class Marks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """A picture as it is written in a conversation, with one placeholder for each run of visual tokens.
+    """Text that replaces an image or video in a conversation, with a placeholder per run of visual tokens.
 
     Attributes:
-        text: replaces the chat template's text.
-        runs: visual tokens of each placeholder in it, in order.
+        text: replacement of the chat template's text.
+        runs: number of visual tokens of each placeholder, in order.
     """
 
     text: str
@@ -69,12 +69,12 @@ class Written:
 
 
 class VisionProcessor(Protocol):
-    """A model family's way to turn pixels into tokens.
+    """Converts image and video sizes to tokens as a model family does.
 
     Attributes:
-        template_marks: tokens that the chat template puts around a picture and `Visual.tokens` does not count.
-        row_shape: shape of one row of the pixels that the encoder takes: of a patch, or of a tile.
-        frames_per_part: frames of a video that are encoded together.
+        template_marks: tokens that the chat template puts around a picture, not counted in `Visual.tokens`.
+        row_shape: shape of a row of the encoder's pixels: a patch or a tile.
+        frames_per_part: video frames encoded together.
     """
 
     @property
@@ -87,25 +87,25 @@ class VisionProcessor(Protocol):
     def frames_per_part(self) -> int: ...
 
     def rows_per_part(self, visual: Visual) -> int:
-        """Return the rows of pixels that each part of a picture becomes."""
+        """Return the number of pixel rows per part."""
 
     def frame_size(self, visual: Visual) -> tuple[int, int]:
-        """Return height and width to which frames of a video are resized."""
+        """Return the height and width to which video frames are resized."""
 
     def describe(self) -> dict[str, Any]:
-        """Return every setting, for the manifest."""
+        """Return all settings, for the manifest."""
 
     def image(self, height: int, width: int) -> Visual:
-        """Return the visual of one image of this size in pixels."""
+        """Return the visual tokens of an image, given its size in pixels."""
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
-        """Return the visual of a video of so many frames of this size in pixels, at `fps` frames per second."""
+        """Return the visual tokens of a video, given its size in pixels and its frame rate."""
 
     def frame_indices(self, frames: int, fps: float | None) -> IntArray:
-        """Return [sampled] which frames of a video the model sees."""
+        """Return the indices of the sampled frames: [sampled]."""
 
     def marks(self, tokenizer: Any) -> Marks:
-        """Return the special tokens of pictures, by their names in tokenizers of transformers."""
+        """Return a checkpoint's placeholder texts, from the attributes of its tokenizer."""
 
     def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
-        """Return how the processor writes a picture."""
+        """Return the text with which the processor replaces a picture."""

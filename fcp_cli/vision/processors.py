@@ -1,4 +1,4 @@
-"""The vision processor of a checkpoint: from its files, from a manifest's record, or a published one by its name."""
+"""Open the vision processor of a checkpoint folder, of a manifest's record, or a published one by name."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenImages, QwenVision
 
 
 def words_of(text: str) -> int:
-    """Count tokens of a short text between visual tokens as Qwen's vocabulary splits it: words, digits, marks, spaces.
+    """Estimate the tokens of a short text between visual tokens: one per word, digit, punctuation mark and space.
 
-    This follows from the published pre-tokenizer rule and takes every word for one token; counting with the model's
-    own tokenizer is exact.
+    This is Qwen's pre-tokenizer rule with one token per word; only the model's tokenizer counts exactly.
     """
     return len(re.findall(r" ?[A-Za-z]+|\d|[^\sA-Za-z\d]|\s", text))
 
 
 def recorded_processor(settings: Mapping[str, Any]) -> VisionProcessor:
-    """Return the processor whose `describe` gave these settings, as a manifest records them."""
+    """Return the processor for recorded `describe` settings."""
     family: type[QwenVision | Qwen25Vision | InternVision | GemmaVision | Gemma4Vision] = InternVision
     if "tokens_per_image" in settings:
         family = GemmaVision
@@ -44,7 +43,7 @@ _PUBLISHED: Final[Mapping[str, VisionProcessor]] = {
 
 
 def open_processor(name: str) -> VisionProcessor:
-    """Return one of the published checkpoints' sizes by its name, or a checkpoint folder's with its own."""
+    """Return a published processor by name, or the processor of a checkpoint folder."""
     if name in _PUBLISHED:
         return _PUBLISHED[name]
     folder = Path(name)
@@ -67,19 +66,19 @@ def open_processor(name: str) -> VisionProcessor:
 
 
 def _checked(processor: VisionProcessor, where: str) -> VisionProcessor:
-    """Check the figures of a processor that a file describes."""
+    """Validate the settings of a processor read from a file."""
     kind: Any = type(processor)
     figures = {field.name: getattr(processor, field.name) for field in fields(kind)}
     return validated(figures, kind, where=where, error=ManifestError)  # type: ignore[no-any-return]
 
 
 def _qwen(folder: Path, images: dict[str, Any]) -> VisionProcessor:
-    # Qwen2.5-VL's published folders have one file, which its video processor reads as well.
+    # Published Qwen2.5-VL folders have a single file, which configures videos too.
     is_shared = str(images.get("processor_class", "")).startswith("Qwen2")
     is_shared &= not any(
         (folder / name).exists() for name in ("video_preprocessor_config.json", "processor_config.json")
     )
-    # Qwen3-VL's patches have 16 pixels, those of its predecessors 14.
+    # Qwen3-VL has a patch size of 16, its predecessors 14.
     if images.get("patch_size") == _QWEN3_PATCH and not _has_videos(folder):
         return _qwen3_images(folder, images)
     videos = images if is_shared else _config(folder, "video_preprocessor_config.json", "video_processor")
@@ -100,7 +99,7 @@ _QWEN3_PATCH: Final = 16
 
 
 def _has_videos(folder: Path) -> bool:
-    """Return whether a checkpoint configures how it reads videos."""
+    """Return whether a checkpoint has a video processor configuration."""
     if (folder / "video_preprocessor_config.json").exists():
         return True
     return (folder / "processor_config.json").exists() and "video_processor" in _config(folder, "processor_config.json")
@@ -137,7 +136,7 @@ def _qwen3(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> Qwen
 def _qwen2_5(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> Qwen25Vision:
     is_sampled = bool(videos.get("do_sample_frames", False))
     if is_sampled and videos.get("num_frames") is not None:
-        raise ManifestError(f"{folder} takes num_frames of each video, which fcp does not model; set fps in its place")
+        raise ManifestError(f"{folder} takes num_frames of each video, which fcp does not support; set fps instead")
     (image_min, image_max), (frame_min, frame_max) = _pixel_limits(images), _pixel_limits(videos)
     return Qwen25Vision(
         name=str(folder.resolve()),
@@ -155,7 +154,7 @@ def _qwen2_5(folder: Path, images: dict[str, Any], videos: dict[str, Any]) -> Qw
 
 
 def _pixel_limits(settings: dict[str, Any]) -> tuple[int, int]:
-    """Return least and most pixels: older files name them, newer ones have them in `size`; names come first."""
+    """Return minimum and maximum pixels: from `min_pixels` and `max_pixels`, else from `size` in newer files."""
     pair = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
     least, most = (_block(settings, "size")[new] if settings.get(old) is None else settings[old] for old, new in pair)
     return least, most
@@ -203,7 +202,7 @@ def _gemma4(folder: Path, images: dict[str, Any]) -> Gemma4Vision:
 
 
 def _patch_of(folder: Path, usual: int) -> int:
-    """Return the encoder's patch size, which only the model's own file has; if there is none, the published one."""
+    """Return the encoder's patch size from config.json, or `usual` if there is none."""
     if not (folder / "config.json").is_file():
         return usual
     size = _block(_config(folder, "config.json"), "vision_config").get("patch_size", usual)
@@ -211,7 +210,7 @@ def _patch_of(folder: Path, usual: int) -> int:
 
 
 class _Settings(dict[str, Any]):
-    """A JSON object whose missing keys are named with their file."""
+    """A JSON object that raises ManifestError with the file name on a missing key."""
 
     def __init__(self, file: Path, values: dict[str, Any]) -> None:
         super().__init__({key: _Settings(file, v) if isinstance(v, dict) else v for key, v in values.items()})
@@ -229,7 +228,7 @@ def _block(settings: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _config(folder: Path, name: str, section: str | None = None) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint, or, in newer checkpoints, its section of `processor_config.json`."""
+    """Read a JSON file of a checkpoint, or its section of `processor_config.json` in newer checkpoints."""
     file = folder / name
     if section is not None and not file.exists() and (folder / "processor_config.json").exists():
         return _block(_config(folder, "processor_config.json"), section)

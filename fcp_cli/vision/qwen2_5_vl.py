@@ -1,11 +1,11 @@
-"""Qwen2.5-VL: its sequences as a plan runs them, and the calls of its encoder.
+"""Qwen2.5-VL: builds sequences for a plan, and calls the vision encoder.
 
     def fetch(row):
-        inputs = processor(...)  # or the fields kept from it
+        inputs = processor(...)  # or its stored fields
         return visual_sequence(model.config, inputs.input_ids[0], video_grid_thw=inputs.video_grid_thw, ...)
 
-A frame pair of a video is encoded like an image of its size: windows lie within one frame pair, and so does the
-attention of the blocks without windows. Only the language model's positions hold the time.
+A frame pair is encoded like an image: both windowed and full attention stay within it. Time enters only through the
+language model's positions.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ def visual_sequence(
     pixel_values: Pixels | None = None,
     pixel_values_videos: Pixels | None = None,
 ) -> VisualSequence:
-    """Make one sequence from the output of the model's processor.
+    """Build a sequence from the output of the model's processor.
 
     Args:
-        config: the configuration of the whole model (`Qwen2_5_VLConfig`).
-        input_ids: [tokens] with placeholders; those of a video are all together.
-        labels: [tokens], -100 if a token is not to be learned; None learns every token.
+        config: configuration of the full model (`Qwen2_5_VLConfig`).
+        input_ids: [tokens] with placeholders; those of a video are contiguous.
+        labels: [tokens], -100 for tokens not trained; None trains every token.
         image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
-        second_per_grid_ts: [videos] seconds from one pair of frames to the next; None for 1, as transformers takes it.
-        pixel_values, pixel_values_videos: their pixels [patches, values]; a function is called only on the
-            rank that encodes them.
+        second_per_grid_ts: [videos] seconds between frame pairs; None for 1, as in transformers.
+        pixel_values, pixel_values_videos: [patches, values]; a function is called only on the encoding rank.
     """
     ids, vision = np.asarray(input_ids, dtype=np.int64), config.vision_config
     work = partial(_work, vision)
@@ -54,7 +53,7 @@ def visual_sequence(
     seconds = [1.0] * len(videos) if second_per_grid_ts is None else list(second_per_grid_ts)
     if len(seconds) != len(videos):
         raise RunError(f"a sequence has {len(videos)} videos but {len(seconds)} second_per_grid_ts; give one for each")
-    # An image has no extent in time, at any interval.
+    # The interval does not matter for images, which have a single part.
     intervals = [1.0] * len(images) + [vision.tokens_per_second * one for one in seconds]
     pictures = sorted(zip((*images, *videos), intervals, strict=True), key=lambda picture: picture[0][0].start_token)
     parts = tuple(chain.from_iterable(own for own, _ in pictures))
@@ -63,23 +62,23 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """Return [embeddings, 1, hidden] of this member's parts; of a blank patch if it has none.
+    """Return the embeddings [embeddings, 1, hidden] of this rank's parts, or of a blank patch if it has none.
 
     Args:
         model: the `Qwen2_5_VLModel`.
         parts: the parts to encode.
-        pixels: [patches, values] of all of them; None if there are none.
+        pixels: [patches, values]; None if there are none.
     """
     found: Tensor = run_tower(model, parts, pixels).pooler_output
     return found.unsqueeze(1)
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return the arguments of the model's forward that take the place of its pixels, per kind of picture.
+    """Return the arguments of the model's forward that replace pixels, by kind.
 
     Args:
         embeddings: [visual tokens of this rank, 1, hidden].
-        kinds: the kind of each visual token, in the order of `embeddings`.
+        kinds: kind of each token.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -88,10 +87,10 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
 
 def _work(vision: Any, height: int, width: int) -> float:
-    """Count multiplications of all blocks: seven matrix products per patch, and two of attention per pair.
+    """Count multiplications of all layers: seven matrix products per patch, two of attention per pair.
 
-    Pairs are of a whole part in the blocks without windows, and of a window in the others; windows at the right and
-    at the bottom are cut off.
+    Pairs are counted per part in full-attention layers and per window in others; windows at the right and bottom edges
+    are smaller.
     """
     hidden, patches = vision.hidden_size, height * width
     side = vision.window_size // vision.spatial_merge_size // vision.patch_size * vision.spatial_merge_size
@@ -101,20 +100,20 @@ def _work(vision: Any, height: int, width: int) -> float:
 
 
 def _squares(length: int, side: int) -> int:
-    """Return the sum of squares of the pieces of a length that is cut at every multiple of a side."""
+    """Return the sum of squared pieces when `length` is split at each multiple of `side`."""
     return int(length // side * side**2 + (length % side) ** 2)
 
 
 def _position_ids(length: int, pictures: Sequence[tuple[tuple[VisualPart, ...], float]], merge: int) -> IntArray:
-    """Return [3, length] time, height and width of each token, as `Qwen2_5_VLModel.get_rope_index` counts them.
+    """Return the time, height and width position of each token, [3, length], as `Qwen2_5_VLModel.get_rope_index`.
 
-    Text counts on all three alike. The pairs of frames of a video share heights and widths, and are an interval apart
-    in time; the text after a picture continues behind its longer side, however long it is in time.
+    Text advances all three equally. Frame pairs share heights and widths and are `interval` apart in time. Text after a
+    picture continues after its longer side, whatever its duration.
 
     Args:
-        length: tokens of the sequence.
-        pictures: the parts of each image and video, and its interval in time, in the order of their tokens.
-        merge: patches along a token's side.
+        length: number of tokens of the sequence.
+        pictures: parts and time interval of each image and video, in token order.
+        merge: patches along the side of a token.
     """
     positions = np.empty((3, length), dtype=np.int64)
     at = position = 0
@@ -123,7 +122,7 @@ def _position_ids(length: int, pictures: Sequence[tuple[tuple[VisualPart, ...], 
         stop = parts[-1].start_token + frame_tokens
         if stop - start != len(parts) * frame_tokens:
             raise RunError(
-                f"the {len(parts) * frame_tokens} video placeholders from token {start} on are not all together"
+                f"the {len(parts) * frame_tokens} video placeholders from token {start} on are not contiguous"
             )
         positions[:, at:start] = position + np.arange(start - at)
         position += start - at
@@ -137,6 +136,6 @@ def _position_ids(length: int, pictures: Sequence[tuple[tuple[VisualPart, ...], 
 
 
 def _times(frames: int, interval: Any) -> list[int]:
-    # Computed by torch as transformers does, which rounds the product to float32 before it is cut to a whole number.
+    # Computed with torch, like transformers, which rounds the product to float32 before truncating it.
     times: list[int] = (torch.arange(frames) * interval).long().tolist()
     return times

@@ -1,11 +1,11 @@
-"""Qwen3-VL and Qwen3.5: their sequences as a plan runs them, and the calls of its encoder.
+"""Qwen3-VL and Qwen3.5: builds sequences for a plan, and calls the vision encoder.
 
     def fetch(row):
-        inputs = processor(...)  # or the fields kept from it
+        inputs = processor(...)  # or its stored fields
         return visual_sequence(model.config, inputs.input_ids[0], image_grid_thw=inputs.image_grid_thw, ...)
 
-A frame pair of a video is encoded like an image of its size: the encoder attends within one frame pair only, and
-neither its positions nor its patches depend on time, so a video can be split frame by frame.
+A frame pair is encoded like an image: attention stays within it, and neither positions nor patches depend on time, so a
+video can be split between frame pairs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ def visual_sequence(
     pixel_values: Pixels | None = None,
     pixel_values_videos: Pixels | None = None,
 ) -> VisualSequence:
-    """Make one sequence from the output of the model's processor.
+    """Build a sequence from the output of the model's processor.
 
     Args:
-        config: the configuration of the whole model (`Qwen3VLConfig`).
+        config: configuration of the full model (`Qwen3VLConfig`).
         input_ids: [tokens] with placeholders.
-        labels: [tokens], -100 if a token is not to be learned; None learns every token.
+        labels: [tokens], -100 for tokens not trained; None trains every token.
         image_grid_thw, video_grid_thw: [images or videos, 3] patches in time, height and width.
-        pixel_values, pixel_values_videos: their pixels [patches, values]; a function is called only on the
-            rank that encodes them.
+        pixel_values, pixel_values_videos: [patches, values]; a function is called only on the encoding rank.
     """
     ids = np.asarray(input_ids, dtype=np.int64)
     vision = config.vision_config
@@ -54,14 +53,14 @@ def visual_sequence(
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
-    """Return [embeddings, 1 + deepstack levels, hidden] of this member's parts; of a blank patch if it has none.
+    """Return the embeddings [embeddings, 1 + deepstack levels, hidden] of this rank's parts, or of a blank patch.
 
-    The blank one keeps every rank in step with the hooks of DDP and FSDP; its embedding is not used.
+    The blank patch makes DDP and FSDP hooks run on every rank; its embedding is not used.
 
     Args:
         model: the `Qwen3VLModel`.
         parts: the parts to encode.
-        pixels: [patches, values] of all of them; None if there are none.
+        pixels: [patches, values]; None if there are none.
     """
     found = run_tower(model, parts, pixels)
     deepstack = getattr(found, "deepstack_features", None) or ()  # Qwen3.5 has none
@@ -71,18 +70,18 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
     """Return the arguments of the model's forward that replace pixels.
 
-    Both kinds are always there, be they empty, so that every rank's graph has a path to its encoder.
+    Both kinds are always present, so that the autograd graph of every rank reaches the encoder.
 
     Args:
         embeddings: [visual tokens of this rank, 1 + deepstack levels, hidden].
-        kinds: the kinds of each.
+        kinds: kind of each token.
     """
     from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
     outputs: dict[str, Any] = {}
     for kind, chosen in by_kind(embeddings, kinds).items():
         first, *deepstack = chosen.unbind(1)
-        per_image: Any = (first,), [(level,) for level in deepstack]  # tuples of one tensor for each image
+        per_image: Any = (first,), [(level,) for level in deepstack]  # transformers expects a tensor per image
         outputs[kind] = BaseModelOutputWithDeepstackFeatures(
             pooler_output=per_image[0], deepstack_features=per_image[1]
         )
@@ -90,7 +89,7 @@ def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]
 
 
 def _work(vision: Any, height: int, width: int) -> float:
-    """Count multiplications of one encoder layer: six matrix products per patch, two of attention per pair."""
+    """Count multiplications of an encoder layer: six matrix products per patch, two of attention per pair."""
     patches = height * width
     hidden: int = vision.hidden_size
     per_patch: int = hidden * (4 * hidden + 2 * vision.intermediate_size + 2 * patches)
@@ -98,9 +97,9 @@ def _work(vision: Any, height: int, width: int) -> float:
 
 
 def _position_ids(length: int, parts: Sequence[VisualPart], merge: int) -> IntArray:
-    """Return [3, length] time, height and width of each token, as `Qwen3VLModel.get_rope_index` counts them.
+    """Return the time, height and width position of each token, [3, length], as `Qwen3VLModel.get_rope_index`.
 
-    Text counts on all three alike; a part has one position in time, and the text after it continues behind its longer
+    Text advances all three equally. A part has a single time position, and the text after it continues after its longer
     side.
     """
     positions = np.empty((3, length), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Visual tokens of images and videos for the processors of Qwen-VL, in closed form.
+"""Visual token counts of the Qwen-VL processors, in closed form.
 
-The formulas are those of transformers 5.23 (`qwen2_vl`, `qwen3_vl`); the tests compare them with the library's own
-functions. The default sizes are those of published checkpoints.
+Formulas follow transformers 5.23 (`qwen2_vl`, `qwen3_vl`), and tests compare them with the library. Default sizes are
+those of published checkpoints.
 
 H, W = height and width in pixels after resizing; f = pixels along a token's side (patch_size * merge_size).
 """
@@ -19,11 +19,11 @@ from fcp_cli.validation import Count, Positive
 from fcp_cli.vision.processor import Marks, Visual, Written
 
 _MAX_ASPECT: Final = 200
-_DEFAULT_FPS: Final = 24.0  # the Qwen3-VL processor's default for a video without a rate
+_DEFAULT_FPS: Final = 24.0  # Qwen3-VL's default for videos without a frame rate
 
 
 class _QwenPixels:
-    """Base of the Qwen-VL processors: patches several frames deep, and their special tokens."""
+    """Base of the Qwen-VL processors: patches that span several frames, and special tokens."""
 
     __slots__ = ()
     patch_size: int
@@ -35,7 +35,7 @@ class _QwenPixels:
 
     @property
     def template_marks(self) -> int:
-        return 2  # <|vision_start|> and <|vision_end|>; those between the frames of a video are counted with them
+        return 2  # <|vision_start|> and <|vision_end|>; those between frames count as part of the video
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class _QwenPixels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QwenVision(_QwenPixels):
-    """Qwen3-VL: the whole picture at its own aspect ratio; a video as pairs of frames with time stamps."""
+    """Qwen3-VL: an image at its own aspect ratio; a video as frame pairs with time stamps."""
 
     name: str = "qwen3-vl"
     patch_size: Count = 16
@@ -92,7 +92,7 @@ class QwenVision(_QwenPixels):
 
     @property
     def factor(self) -> int:
-        """Pixels along a token's side."""
+        """Side of a token, in pixels."""
         return self.patch_size * self.merge_size
 
     def image(self, height: int, width: int) -> Visual:
@@ -109,7 +109,7 @@ class QwenVision(_QwenPixels):
             scale = max(self.factor / height, self.factor / width)
             height, width = int(height * scale), int(width * scale)
         _check_aspect(height, width)
-        # The library takes all sampled frames to scale down, but their rounded number to decide whether to.
+        # The library scales down by the exact number of sampled frames, but decides with the rounded number.
         rounded = round(sampled / self.temporal_patch_size) * self.temporal_patch_size
         limits = self.video_min_pixels, self.video_max_pixels
         fitted = _fitted(self.factor, (sampled, rounded), (height, width), limits)
@@ -124,11 +124,11 @@ class QwenVision(_QwenPixels):
 
     def _visual(self, parts: int, height: int, width: int, *, texts: tuple[str, ...] = ()) -> Visual:
         grid = parts, height // self.patch_size, width // self.patch_size
-        marks = 2 * len(texts)  # a start and an end mark around each part of a video
+        marks = 2 * len(texts)  # start and end token around each part of a video
         return Visual(tokens=math.prod(grid) // self.merge_size**2 + marks, grid=grid, texts=texts)
 
     def _time_stamps(self, indices: IntArray, rate: float) -> list[float]:
-        """Return the seconds at the middle of each group of frames; the last frame fills up the last group."""
+        """Return the mid-point in seconds of each frame group; the last frame pads the last group."""
         size = self.temporal_patch_size
         seconds = np.pad(indices, (0, -len(indices) % size), mode="edge") / rate
         return [float(stamp) for stamp in (seconds[::size] + seconds[size - 1 :: size]) / 2]
@@ -136,7 +136,7 @@ class QwenVision(_QwenPixels):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QwenImages(QwenVision):
-    """Qwen3-VL of a checkpoint that says nothing of videos: images are counted, videos refused."""
+    """A Qwen3-VL checkpoint without video settings: images are counted, videos rejected."""
 
     def frame_indices(self, frames: int, fps: float | None) -> IntArray:
         raise ValueError(f"{self.name} has no video_preprocessor_config.json, which sets the size of videos; add it")
@@ -144,11 +144,10 @@ class QwenImages(QwenVision):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen25Vision(_QwenPixels):
-    """Qwen2.5-VL and Qwen2-VL: as Qwen3-VL, but each frame has its limits, and there are no time stamps between frames.
+    """Qwen2.5-VL and Qwen2-VL: like Qwen3-VL, but with pixel limits per frame and without time stamps.
 
     Attributes:
-        frames_per_second: the rate at which a video is sampled at; None takes all frames, as the published files have
-            it.
+        frames_per_second: sampling rate of videos; None uses all frames, as published checkpoints do.
     """
 
     name: str = "qwen2.5-vl"
@@ -168,7 +167,7 @@ class Qwen25Vision(_QwenPixels):
 
     def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
         rate, sampled = fps or _DEFAULT_FPS, len(self.frame_indices(frames, fps))
-        # The last frame fills up the last group.
+        # The last frame pads the last group.
         visual = self._visual(
             -(-sampled // self.temporal_patch_size), height, width, (self.frame_min_pixels, self.frame_max_pixels)
         )
@@ -184,7 +183,7 @@ class Qwen25Vision(_QwenPixels):
         wanted = frames / (fps or _DEFAULT_FPS) * self.frames_per_second
         wanted = math.floor(min(max(wanted, self.min_frames), most, frames) / size) * size
         step = frames / wanted
-        # A range of floats in single precision, which may have one more by rounding.
+        # Like a float32 range, which rounding may extend by one.
         return (np.arange(math.ceil(frames / step)) * step).astype(np.float32).astype(np.int64)
 
     def _visual(self, parts: int, height: int, width: int, limits: tuple[int, int]) -> Visual:
@@ -195,13 +194,13 @@ class Qwen25Vision(_QwenPixels):
 
 
 def _fitted(f: int, frames: tuple[int, int], size: tuple[int, int], limits: tuple[int, int]) -> tuple[int, int]:
-    """Return H, W: multiples of f that keep the aspect ratio and all frames together within the limits.
+    """Return H, W: multiples of f that keep the aspect ratio and put the pixels of all frames within the limits.
 
     Args:
         f: pixels along a token's side.
-        frames: the frames that are fitted, and their number as rounded for the decision whether to.
+        frames: number of frames, and the rounded number that decides whether to scale.
         size: height and width in pixels.
-        limits: least and most pixels.
+        limits: minimum and maximum pixels.
     """
     (number, rounded_number), (height, width), (min_pixels, max_pixels) = frames, size, limits
     fitted = round(height / f) * f, round(width / f) * f
@@ -217,4 +216,4 @@ def _fitted(f: int, frames: tuple[int, int], size: tuple[int, int], limits: tupl
 
 def _check_aspect(height: int, width: int) -> None:
     if max(height, width) / min(height, width) > _MAX_ASPECT:
-        raise ValueError(f"{height} x {width} pixels are beyond the aspect ratio of {_MAX_ASPECT} that Qwen-VL takes")
+        raise ValueError(f"{height} x {width} pixels exceed Qwen-VL's maximum aspect ratio of {_MAX_ASPECT}")

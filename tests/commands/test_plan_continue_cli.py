@@ -122,7 +122,7 @@ def test_a_run_that_cannot_be_continued_says_why(fcp: Fcp, folder: Path) -> None
     assert fcp("--ranks", "3") == snapshot(
         (
             1,
-            "error: run has no checkpoint, so nothing that it trained is kept; plan again with 'fcp plan lengths.parquet --ranks N'",
+            "error: run has no checkpoint, so its training is lost; plan again with 'fcp plan lengths.parquet --ranks N'",
         )
     )
     (folder / "run" / "launch.json").unlink()

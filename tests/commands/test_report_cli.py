@@ -136,7 +136,7 @@ def test_losses_of_held_out_rows_stand_beside_those_of_the_training(plan: Path, 
 def test_the_plan_is_never_shown_quicker_than_its_bound(page: str) -> None:
     # The bound is one of all steps, and the columns are without the warm-up: a share alone holds for both.
     assert re.search(r"<dt>Above the bound under this cost profile</dt><dd>[\d.]+%</dd>", page)
-    assert "<dt>Left out of both columns</dt><dd>1 warm-up step</dd>" in page
+    assert "<dt>Excluded from both columns</dt><dd>1 warm-up step</dd>" in page
 
 
 def test_a_run_is_shown_by_its_folder_alone(plan: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_plan_without_any_step_to_show_leaves_no_page(plan: Path, tmp_path: Pa
     path = edited(plan, tmp_path / "plan.parquet", change_column("step_seconds", lambda seconds: 0.0))
     result = fcp("report", path, "-o", tmp_path / "report.html")
     assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
-    assert "does not hold any step that can be shown (step 0: it takes no time" in result.stderr
+    assert "has no displayable step (step 0: it takes no time" in result.stderr
     assert not (tmp_path / "report.html").exists()
 
 
@@ -226,7 +226,7 @@ def test_a_run_cut_short_is_shown_as_far_as_it_goes(plan: Path, tmp_path: Path) 
     run.write_text(run.read_text()[:-50])
     result = fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html")
     assert result.returncode == 0
-    assert "line 5 cut short or damaged; left out" in result.stderr
+    assert "line 5 truncated or damaged; skipped" in result.stderr
     assert charts_of((tmp_path / "report.html").read_text()).keys() == PLAN_CHARTS | RUN_CHARTS
 
 

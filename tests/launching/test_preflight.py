@@ -102,9 +102,7 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
     write_steps(tmp_path / "metrics.jsonl", 2)
     preflight.check_resumable(tmp_path, launched, metadata, None)
     with raises(
-        snapshot(
-            "RunError: FOLDER has finished 2 of 2 steps: nothing is left to resume; give a larger --steps; the plan has 3"
-        )
+        snapshot("RunError: FOLDER has finished 2 of 2 steps: nothing to resume; give a larger --steps; the plan has 3")
     ):
         preflight.check_resumable(tmp_path, launched, metadata, 2)
     check_unfinished(tmp_path, tmp_path, 2, last_step=3, end_step=3)
@@ -113,7 +111,7 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
         with pytest.raises(RunError) as error:
             check_unfinished(tmp_path, tmp_path, 3, last_step=3, end_step=3)
         assert str(error.value) == (
-            f"{tmp_path} has finished 3 of 3 steps: nothing is left to resume; the plan ends there; for more, plan "
+            f"{tmp_path} has finished 3 of 3 steps: nothing to resume; the plan ends there; for more, plan "
             f"again, and start a new run without --resume{weights}"
         )
         (tmp_path / "model" / "config.json").write_text("{}")

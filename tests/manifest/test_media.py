@@ -82,7 +82,7 @@ def test_a_media_manifest_has_no_tokens_and_knows_how_it_was_built(tmp_path: Pat
         ({"text_tokens": 1, "videos": [IMAGE]}, "every object of 'videos' needs 'frames', and none of 'images' has it"),
         ({"text_tokens": 1, "images": [VIDEO]}, "every object of 'videos' needs 'frames', and none of 'images' has it"),
         ({"text_tokens": 1, "videos": [{**VIDEO, "fps": 0}]}, "'fps' is 0; it must be a number > 0"),
-        ({"text_tokens": 1, "images": [{"height": 1, "width": 900}]}, "beyond the aspect ratio of 200"),
+        ({"text_tokens": 1, "images": [{"height": 1, "width": 900}]}, "maximum aspect ratio of 200"),
         (
             {"text_tokens": 1, "videos": [{**VIDEO, "frames": 1}]},
             "a video needs at least 2 frames; drop the record",

@@ -177,7 +177,7 @@ def test_planned_figures_beside_measured_ones_are_the_same_statistics_of_the_sam
 
 def test_measured_idle_time_has_a_map_of_its_own(run: RunPicture, reader: PlanReader) -> None:
     cells = {name: np.asarray(column) for name, column in run.heat.cells().items()}
-    assert set(cells["step"].tolist()) == {1, 2, 3}, "steps of warm-up are left out"
+    assert set(cells["step"].tolist()) == {1, 2, 3}, "warm-up steps are excluded"
     step = measured(next(reader.steps(2)), 8)
     idle = 1 - np.array(busy_seconds(step)) / step["seconds"]
     assert cells["idle"][cells["step"] == 2] == pytest.approx(idle)

@@ -125,13 +125,13 @@ def test_a_slow_step_is_distinguished_from_a_dead_run(lines: list[str], tmp_path
     slow = owner()
     assert state.standing(slow, quiet_seconds=1e5) == "running"
     remark = state.remark("running", slow, quiet_seconds=1e5)
-    assert remark == "no new step for 27:46:40: its launcher is at work"
+    assert remark == "no new step for 27:46:40: its launcher is running"
     killed = owner(pid=2**22 + 1, age_seconds=20.0)
     quiet = max(60.0, 5.0 * state.mean("seconds")) + 1.0
     assert state.standing(killed, quiet_seconds=quiet) == "gone"
     remark = state.remark("gone", killed, quiet_seconds=quiet)
     assert remark == (
-        f"dead after step 2 of 4: its launcher on {socket.gethostname()} is gone, its last sign of life was 0:20 ago"
+        f"dead after step 2 of 4: its launcher on {socket.gethostname()} is gone, last heartbeat 0:20 ago"
     )
 
 
@@ -140,7 +140,7 @@ def test_ranks_that_go_on_without_their_launcher_are_watched_on(lines: list[str]
     state = state_of(tmp_path / "metrics.jsonl")
     killed = owner(pid=2**22 + 1, age_seconds=500.0)
     assert state.standing(killed, quiet_seconds=2.0) == "running"
-    assert "its ranks may train on without it" in str(state.remark("running", killed, quiet_seconds=2.0))
+    assert "its ranks may keep training" in str(state.remark("running", killed, quiet_seconds=2.0))
 
 
 @pytest.mark.parametrize(("age_seconds", "standing"), [(100.0, "running"), (130.0, "gone")])
@@ -160,7 +160,7 @@ def test_a_later_process_with_the_launchers_number_is_not_taken_for_it() -> None
     ("ended", "remark"),
     [
         ("interrupted", "interrupted after step 2 of 4"),
-        ("failed", "failed after step 2 of 4; what its ranks printed is in its folder logs"),
+        ("failed", "failed after step 2 of 4; see the output of its ranks in its folder logs"),
     ],
 )
 def test_how_a_run_ended_is_shown(lines: list[str], tmp_path: Path, ended: End, remark: str) -> None:
@@ -203,7 +203,7 @@ def test_the_view_fits_80_columns(lines: list[str], tmp_path: Path, ascii_only: 
     path.write_text("".join(lines[:4]))
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(run_view(state_of(path), "no new step for 10:00: its launcher is at work", ascii_only=ascii_only))
+        console.print(run_view(state_of(path), "no new step for 10:00: its launcher is running", ascii_only=ascii_only))
     text = capture.get()
     assert max(len(line) for line in text.splitlines()) <= 80
     assert text.isascii() == ascii_only

@@ -42,7 +42,7 @@ def test_a_line_cut_short_is_left_out_and_said(plan: Path, tmp_path: Path) -> No
     path.write_text(path.read_text()[:-100])
     run = open_run(path)
     assert len(list(run.steps())) == 3
-    assert run.problems == [f"{path}: line 5 cut short or damaged; left out"]
+    assert run.problems == [f"{path}: line 5 truncated or damaged; skipped"]
 
 
 def test_damage_in_the_middle_leaves_the_rest(plan: Path, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_damage_in_the_middle_leaves_the_rest(plan: Path, tmp_path: Path) -> Non
     path.write_text("\n".join(lines) + "\n")
     run = open_run(path)
     assert [step.step for step in run.steps()] == [0, 3]
-    assert run.problems == [f"{path}: line 3 and 1 more cut short or damaged; left out"]
+    assert run.problems == [f"{path}: line 3 and 1 more truncated or damaged; skipped"]
 
 
 def test_each_second_step_is_read_on_demand(plan: Path, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_the_metrics_of_another_plan_are_refused(plan: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path / "metrics.jsonl", plan)
     other = make_example_plan(tmp_path / "other.parquet", seed=1)
-    with pytest.raises(RunError, match=rf"is of another plan: its hash is .*, this plan's {other.plan_hash[:12]}"):
+    with pytest.raises(RunError, match=rf"is of another plan: its hash is .*, but this plan's is {other.plan_hash[:12]}"):
         open_run(path, plan=other)
 
 
@@ -111,7 +111,7 @@ def test_what_no_run_can_have_measured_counts_as_damage(plan: Path, tmp_path: Pa
     path.write_text("\n".join(lines) + "\n")
     run = open_run(path)
     assert [step.step for step in run.steps()] == [0, 2, 3]
-    assert run.problems == [f"{path}: line 3 cut short or damaged; left out"]
+    assert run.problems == [f"{path}: line 3 truncated or damaged; skipped"]
 
 
 def test_a_step_that_is_not_in_the_plan_hides_no_other(plan: Path, tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_a_step_that_is_not_in_the_plan_hides_no_other(plan: Path, tmp_path: Pat
     run = open_run(write_run(tmp_path / "metrics.jsonl", plan, records=records), plan=reader.metadata)
     assert [step.step for step in run.steps()] == [0, 2, 3]
     assert run.problems == [
-        f"{run.path}: left out 1 step: not in the plan",
-        f"{run.path}: left out 1 step: repeated or out of order",
+        f"{run.path}: skipped 1 step: not in the plan",
+        f"{run.path}: skipped 1 step: repeated or out of order",
     ]
 
 
@@ -138,4 +138,4 @@ def test_steps_resumed_under_another_plan_are_left_out(plan: Path, tmp_path: Pat
     path = write_run(tmp_path / "metrics.jsonl", plan, records=records)
     run = open_run(path, plan=reader.metadata)
     assert [step.step for step in run.steps()] == [0, 1]
-    assert run.problems == [f"{path}: left out 2 steps: another plan's"]
+    assert run.problems == [f"{path}: skipped 2 steps: another plan's"]

@@ -72,7 +72,7 @@ def test_a_damaged_record_is_skipped_while_watching_and_refused_for_fits(tmp_pat
     assert (state.last_step, tail.damaged, summary_of(path).steps) == (-1 if is_start else 0, 1, 1)
     run = open_run(path)
     assert [step.step for step in run.steps()] == [0]
-    assert run.problems == [f"{path}: line 2 cut short or damaged; left out"]
+    assert run.problems == [f"{path}: line 2 truncated or damaged; skipped"]
     for reads in (read_metrics, lambda path: drop_steps_from(path, 5)):
         with pytest.raises(RunError, match=r"metrics\.jsonl, line 2: the metrics are damaged \("):
             reads(path)

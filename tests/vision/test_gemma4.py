@@ -80,7 +80,7 @@ def test_positions_are_those_of_transformers_image_processor() -> None:
         (IDS[:-1], {}, "has 4 image placeholders .token 60., but its 2 images make 5 tokens; give"),
         (IDS, {"pixel_values": None}, "2 images make 5 tokens, without pixels"),
         (IDS, {"image_position_ids": None}, "its 0 images make 0 tokens"),
-        ([IMAGE, 1, IMAGE, 3, *[IMAGE] * 3], {}, "the 2 image placeholders from token 0 on are not all together"),
+        ([IMAGE, 1, IMAGE, 3, *[IMAGE] * 3], {}, "the 2 image placeholders from token 0 on are not contiguous"),
         ([*IDS, IMAGE + 1], {}, "has video placeholders"),
         ([*IDS, IMAGE + 2], {}, "has audio placeholders"),
         (

@@ -245,7 +245,7 @@ def test_short_texts_are_split_into_words_digits_marks_and_spaces(text: str, tok
 
 
 def test_pictures_that_qwen_refuses_are_refused() -> None:
-    with raises(snapshot("ValueError: 10 x 4000 pixels are beyond the aspect ratio of 200 that Qwen-VL takes")):
+    with raises(snapshot("ValueError: 10 x 4000 pixels exceed Qwen-VL's maximum aspect ratio of 200")):
         QWEN.image(10, 4000)
     with pytest.raises(ValueError, match="a video needs at least 2 frames"):
         QWEN.video(1, 100, 100, 30)

@@ -67,12 +67,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"video_grid_thw": [[2, 2, 2]]},
-        snapshot("RunError: the 2 video placeholders from token 1 on are not all together"),
+        snapshot("RunError: the 2 video placeholders from token 1 on are not contiguous"),
     ),
     (
         {"video_grid_thw": [[3, 2, 2]]},
         snapshot(
-            "RunError: a sequence has 2 video placeholders (token 61), but its grids make 3 tokens; give the processor's video_grid_thw of this very sequence"
+            "RunError: a sequence has 2 video placeholders (token 61), but its grids make 3 tokens; give the processor's video_grid_thw of this sequence"
         ),
     ),
 ]

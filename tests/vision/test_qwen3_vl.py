@@ -51,7 +51,7 @@ def test_larger_pictures_weigh_more_than_their_patches() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"image_grid_thw": [[1, 4, 4]]}, r"has 2 image placeholders \(token 60\), but its grids make 4 tokens"),
     ({}, r"has 2 image placeholders \(token 60\), but its grids make 0 tokens"),
-    ({"image_grid_thw": [[1, 2, 4]]}, "the 2 image placeholders from token 1 on are not all together"),
+    ({"image_grid_thw": [[1, 2, 4]]}, "the 2 image placeholders from token 1 on are not contiguous"),
     ({"image_grid_thw": [[1, 2, 4]], "pixel_values": None}, "a sequence has images but no pixel_values"),
     ({"video_grid_thw": [[1, 2, 4]]}, r"has 0 video placeholders \(token none\), but its grids make 2 tokens"),
 ]

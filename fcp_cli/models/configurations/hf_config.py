@@ -1,4 +1,4 @@
-"""Reads the figures of a model from a Hugging Face config.json."""
+"""Reads a model description from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ from fcp_cli.validation import shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HfConfig:
-    """The model of a config.json.
+    """Model described by a config.json.
 
     Attributes:
-        architecture: the architecture, as `ModelSpec` has it.
-        figures: the figures of the language model by the names of `TextFigures`, not yet validated; those that the
-            file omits are missing.
-        vision: figures of the encoder by the names of `VisionSpec`, not yet validated, or None without an encoder.
+        architecture: see `ModelSpec`.
+        figures: unvalidated fields of `TextFigures`; those absent from the file are missing.
+        vision: unvalidated fields of `VisionSpec`, or None without an encoder.
     """
 
     name: str
@@ -50,10 +49,10 @@ class HfConfig:
 
 
 def read_configuration(path: Path) -> dict[str, Any]:
-    """Return the document of a config.json, with numbers that are not finite as transformers 5 writes them.
+    """Parse a config.json, with non-finite numbers in the form of transformers 5.
 
     Raises:
-        ProfileError: unreadable, or no JSON object.
+        ProfileError: the file is unreadable or not a JSON object.
     """
     label = "the model configuration "
     document = read_json(path, error=ProfileError, label=label, constant=lambda name: {"__float__": name})
@@ -63,10 +62,10 @@ def read_configuration(path: Path) -> dict[str, Any]:
 
 
 def read_hf_config(path: Path) -> HfConfig:
-    """Read a Hugging Face config.json: the language model, and the encoder of a vision-language model.
+    """Read a config.json: the language model, and the vision encoder if any.
 
     Raises:
-        ProfileError: unreadable, not a model of a known architecture, or with an encoder that fcp cannot describe.
+        ProfileError: the file is unreadable, or the architecture or its encoder is not supported.
     """
     document = read_configuration(path)
     family = family_of(document, where=path)
@@ -76,7 +75,7 @@ def read_hf_config(path: Path) -> HfConfig:
         missing = missing_for_rings(model_type)
         if missing is not None:
             raise ProfileError(
-                f"{path}: model_type is {model_type!r}, which {missing}; no plan can be followed with it"
+                f"{path}: model_type is {model_type!r}, which {missing}; it cannot follow a plan"
             )
         if model_type in UNDESCRIBED:
             raise ProfileError(
@@ -95,7 +94,7 @@ def read_hf_config(path: Path) -> HfConfig:
 
 
 def _text_block(document: Mapping[str, Any], family: VisionFamily | None, path: Path) -> dict[str, Any]:
-    """Return the block of the language model with the defaults of its class, its model type among them."""
+    """Return the language model's block, including class defaults and its model type."""
     text = _block(document, "text_config", path) or _block(document, "llm_config", path) or document
     named = text.get("model_type")
     if family is not None and (named is None or text is document):
@@ -114,7 +113,7 @@ def _text_block(document: Mapping[str, Any], family: VisionFamily | None, path: 
 
 
 def _block(document: Mapping[str, Any], key: str, path: Path | str) -> dict[str, Any]:
-    """Return a block of a configuration; empty where it has none."""
+    """Return a block of a configuration; {} if absent."""
     block = document.get(key) or {}
     if not isinstance(block, dict):
         raise ProfileError(f"{path}: {key} is {kind_of(block)}; it must be a mapping")
@@ -132,12 +131,12 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
     growing = growing_rotation(rope, text.get("rope_scaling"))
     if growing is not None:
         raise ProfileError(
-            f"{where}: its rope_type {growing} rotates by the longest position that a rank sees, which no plan can be "
-            "followed with; choose another, such as yarn"
+            f"{where}: its rope_type {growing} depends on the longest position on a rank, so it cannot follow a plan; "
+            "choose another, such as yarn"
         )
     for key, only in ONLY.get(model_type, {}).items():
         if text.get(key, only) != only:
-            raise ProfileError(f"{where}: {key} is {shown(text[key])}; {only} alone is known for {model_type}")
+            raise ProfileError(f"{where}: {key} is {shown(text[key])}; only {only} is supported for {model_type}")
     found = {figure: text.get(name) for figure, name in TEXT_NAMES.items()}
     mixers = _mixers(text, where=where) if architecture == "nemotron_h" else None
     kinds = [attention for attention, _ in mixers] if mixers else _attention(text, architecture, where=where)
@@ -148,7 +147,7 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
         experts = experts if "experts" in mlps else None
     has_dense = mixers is not None and ("none", "dense") in mixers
     if experts is not None and not experts.get("dense_layers") and not has_dense:
-        found["ffn_size"] = None  # of no layer
+        found["ffn_size"] = None  # unused by any layer
     of_family: dict[str, Any] = {}
     if architecture == "gemma4_text":
         of_family = _gemma4_figures(text, kinds)
@@ -172,7 +171,7 @@ def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where:
 
 
 def _mixers(text: Mapping[str, Any], *, where: str) -> list[tuple[Attention, Mlp]]:
-    """Return attention and MLP of each layer of which either is missing."""
+    """Return (attention, MLP) of each layer, of which one is `none`."""
     key = next((key for key in ("layers_block_type", "layer_types", "hybrid_override_pattern") if text.get(key)), None)
     named = text[key] if key is not None else []
     if not isinstance(named, (list, str)) or not 0 < len(named) <= MOST_LAYERS:
@@ -185,7 +184,7 @@ def _mixers(text: Mapping[str, Any], *, where: str) -> list[tuple[Attention, Mlp
 
 
 def _gemma4_figures(text: Mapping[str, Any], kinds: list[Attention]) -> dict[str, Any]:
-    """Return the figures of Gemma 4's full layers, of the last ones without keys of their own, and of its inputs."""
+    """Return fields specific to Gemma 4: full layers, layers that reuse keys and values, per-layer inputs."""
     overrides = text.get("per_layer_config")  # as transformers 5 saves them
     of_full = {"head_dim": text["global_head_dim"], "num_key_value_heads": text.get("num_global_key_value_heads")}
     if isinstance(overrides, dict) and overrides:
@@ -212,8 +211,8 @@ def _gemma4_figures(text: Mapping[str, Any], kinds: list[Attention]) -> dict[str
 
 
 def _mimo_figures(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of MiMo-V2-Flash's heads, of which windows have twice as many for keys, and of its windows."""
-    heads, before = text["num_key_value_heads"], text.get("sliding_window_size")  # without the token itself
+    """Return fields specific to MiMo-V2-Flash: head counts and window size; window layers have twice the KV heads."""
+    heads, before = text["num_key_value_heads"], text.get("sliding_window_size")  # excludes the token itself
     found = {
         "num_kv_heads": 2 * heads if isinstance(heads, int) else heads,
         "full_heads": {"num_kv_heads": heads, "head_dim": text["head_dim"]},
@@ -227,7 +226,7 @@ def _named_figures(text: Mapping[str, Any], names: Mapping[str, str]) -> dict[st
 
 
 def _head_dim(text: Mapping[str, Any], *, where: str) -> Any:
-    """Return the size of a head of queries and keys, which latent attention puts together of two parts."""
+    """Return head_dim; latent attention composes it of two parts."""
     parts = [text.get("qk_nope_head_dim"), text.get("qk_rope_head_dim")]
     if all(isinstance(part, int) for part in parts):
         return sum(part for part in parts if isinstance(part, int))
@@ -250,9 +249,9 @@ def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str)
     for key, usual in others:
         if text.get(key, usual) not in (None, usual):
             raise ProfileError(
-                f"{where}: {key} is {text[key]!r}; known are models in which all layers have experts, but for the first"
+                f"{where}: {key} is {text[key]!r}; supported are models in which all layers but the first ones have experts"
             )
-    # transformers 5 saves these under another name than older files of a family.
+    # transformers 5 renames these for some families.
     count = text.get(names["count"], text.get("num_local_experts"))
     found = _named_figures({**text, names["count"]: count}, names)
     kinds = text.get("mlp_layer_types")  # as transformers 5 saves the first dense layers of some families
@@ -267,7 +266,7 @@ def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str)
 
 
 def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: str) -> list[Attention]:
-    """Return how each layer attends; of one kind alone, or of a family's pattern, no more than repeats."""
+    """Return the attention kind of each layer, or one repeating period of kinds."""
     if architecture in ("deepseek_v3", "glm4_moe_lite"):
         return ["latent"]
     if architecture == "bamba":
@@ -275,7 +274,7 @@ def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: st
         if not isinstance(full, list):
             raise ProfileError(f"{where}: attn_layer_indices is {shown(full)}; it must be a list of layers")
         if not isinstance(layers, int) or layers < 1:
-            return ["full"]  # the number of layers is refused where it is validated
+            return ["full"]  # an invalid number of layers is rejected later
         indices = {index for index in full if isinstance(index, int)}
         return ["full" if layer in indices else "mamba" for layer in range(min(layers, MOST_LAYERS))]
     types = text.get("layer_types")

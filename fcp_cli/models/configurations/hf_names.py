@@ -1,4 +1,4 @@
-"""Names and defaults of a config.json's figures, by model type; both directions of reading use them."""
+"""Field names and defaults of config.json by model type, for reading and writing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from fcp_cli.models.figures import Architecture, Attention, Mlp
 
-# Model type of a language model -> the family whose layers it has.
+# Model type of a language model -> architecture with the same layers.
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "qwen3": "qwen3",
     "qwen3_vl_text": "qwen3",
@@ -32,7 +32,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "mimo_v2_flash": "mimo_v2_flash",
 }
 
-# Figures of a description -> their names in a config.json, which differ between families for experts alone.
+# Fields of a description -> config.json keys, which differ between families only for experts.
 TEXT_NAMES: Final = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -52,7 +52,7 @@ _DEEPSEEK_EXPERTS: Final = {
     "ffn_size": "moe_intermediate_size",
     "dense_layers": "first_k_dense_replace",
 }
-# A dense MLP beside the experts is one that every token passes.
+# A dense MLP in parallel to the experts counts as a shared expert.
 _GEMMA4_EXPERTS: Final = {
     "count": "num_experts",
     "active": "top_k_experts",
@@ -121,7 +121,7 @@ MIXERS: Final[Mapping[str, tuple[Attention, Mlp]]] = {
     "mlp": ("none", "dense"),
     "moe": ("none", "experts"),
 }
-"""Layers of a family whose layers have either a mixer or an MLP."""
+"""Layers of families in which a layer has either a mixer or an MLP."""
 
 OLDER_MIXERS: Final = {
     "M": "linear_attention",
@@ -131,12 +131,12 @@ OLDER_MIXERS: Final = {
     "mamba": "linear_attention",
     "attention": "full_attention",
 }
-# Model types whose layers or encoders are of no kind here.
+# Known model types that cannot be described here.
 UNDESCRIBED: Final[Mapping[str, str]] = {
-    "minimax_m3_vl_text": "has experts beside a dense MLP in chosen layers",
-    "qwen3_omni_moe": "has an audio encoder beside that of images (thinker_config), and a talker",
+    "minimax_m3_vl_text": "has experts in parallel to a dense MLP in some layers",
+    "qwen3_omni_moe": "has an audio encoder besides the vision encoder (thinker_config), and a talker",
 }
-# Defaults of a family's class that its published files omit.
+# Class defaults that published config.json files omit.
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gpt_oss": {"attention_bias": True},
@@ -175,11 +175,11 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "chunk_size": 128,
     },
 }
-# Settings with another value of which a class has other parameters than those that are counted.
+# Supported values of settings that would otherwise change the parameter count.
 ONLY: Final[Mapping[str, Mapping[str, Any]]] = {
     "nemotron_h": {"use_bias": False, "mlp_bias": False, "use_conv_bias": True},
 }
-UNTIED: Final = ("qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # where they do not say
+UNTIED: Final = ("qwen2_5_vl_text", "bamba", *EXPERT_NAMES)  # unless the file says otherwise
 WITH_HEAD_NORMS: Final = (
     "qwen3",
     "qwen3_vl_text",

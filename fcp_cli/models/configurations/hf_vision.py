@@ -1,6 +1,6 @@
-"""Reads the figures of a vision encoder from a Hugging Face config.json.
+"""Reads the vision encoder of a Hugging Face config.json.
 
-A key that a file omits has the value of transformers' configuration class, which saves only differences from it.
+Missing keys have the defaults of transformers' configuration class, which saves only differences.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class VisionFamily:
     """A family of vision-language models.
 
     Attributes:
-        architecture: the architecture, as `ModelSpec` has it.
-        text_types: model types that its language model may have; the first is that of a file without one.
-        is_tied: whether embeddings are tied if the file does not say; None if the language model's block decides.
-        read: returns the figures of `VisionSpec` from the encoder's block and the whole file.
+        architecture: see `ModelSpec`.
+        text_types: possible model types of its language model; the first is the default.
+        is_tied: default for tied embeddings; None: the language model's block decides.
+        read: returns fields of `VisionSpec` from the encoder's block and the full document.
     """
 
     architecture: Architecture
@@ -34,14 +34,14 @@ class VisionFamily:
 
 
 class _FigureError(ValueError):
-    """A value with which the encoder is none that fcp describes."""
+    """A value that makes the encoder one that fcp does not support."""
 
 
 def family_of(document: Mapping[str, Any], *, where: Path) -> VisionFamily | None:
     """Return the family of a vision-language model, or None for a language model.
 
     Raises:
-        ProfileError: a model with an encoder that fcp cannot describe, or without the encoder's block.
+        ProfileError: the encoder is not supported, or its block is missing.
     """
     model_type = document.get("model_type")
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -62,10 +62,10 @@ def _is_encoder(key: str, value: Any) -> bool:
 
 
 def vision_figures(document: Mapping[str, Any], family: VisionFamily, *, where: Path) -> dict[str, Any]:
-    """Return the figures of the encoder by the names of `VisionSpec`, not yet validated.
+    """Return unvalidated fields of `VisionSpec`.
 
     Raises:
-        ProfileError: the block is no mapping, or holds a value that fcp does not describe.
+        ProfileError: the block is not a mapping, or has an unsupported value.
     """
     tower = document["vision_config"]
     if not isinstance(tower, dict):
@@ -142,8 +142,8 @@ _INTERNVIT: Final = {
     "image_size": 448,
     "patch_size": 14,
 }
-# Name in either form of the file -> the only value with which matrices and norms are those that fcp counts. Biases on
-# queries, keys and values may be there or not: they are some thousands of parameters, and no operations.
+# Key in either file format -> the only value for which parameter counts hold. Biases of queries, keys and values may be
+# present or not: they are a few thousand parameters and no operations.
 _INTERNVIT_BLOCKS: Final = {
     "use_qk_norm": False,
     "qk_normalization": False,
@@ -162,7 +162,7 @@ def _read_internvl(tower: Mapping[str, Any], document: Mapping[str, Any]) -> dic
     ratio = document.get("downsample_ratio", 0.5)
     merge = round(1 / ratio) if isinstance(ratio, float) and 0 < ratio <= 1 else 0
     if merge == 0 or 1 / merge != ratio:
-        raise _FigureError(f"downsample_ratio is {ratio!r}; known are 1 / n")
+        raise _FigureError(f"downsample_ratio is {ratio!r}; only 1 / n is supported")
     return {
         "kind": "internvit",
         "temporal_patch_size": 1,
@@ -193,7 +193,7 @@ def _read_gemma3(tower: Mapping[str, Any], document: Mapping[str, Any]) -> dict[
     image, patch = (_whole(figures[name], name) for name in ("image_size", "patch_size"))
     tokens = _root({"mm_tokens_per_image": 256, **document}, "mm_tokens_per_image")
     if image % patch or image // patch % tokens:
-        raise _FigureError(f"{tokens**2} tokens an image are no squares of patches of {patch} in {image} pixels")
+        raise _FigureError(f"{tokens**2} tokens do not tile an image of {image} pixels with patches of {patch} pixels")
     return figures | {"merge_size": image // patch // tokens}
 
 
@@ -244,12 +244,12 @@ def _blocks(tower: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, 
 
 
 def _side(tower: Mapping[str, Any], name: str) -> Any:
-    """Return a size that files give as a number or as equal sides."""
+    """Return a size that is stored as a number or as a list of equal sides."""
     size = tower[name]
     if not isinstance(size, list):
         return size
     if len(size) != 2 or size[0] != size[1]:
-        raise _FigureError(f"vision_config.{name} is {size}; known are squares")
+        raise _FigureError(f"vision_config.{name} is {size}; only squares are supported")
     return size[0]
 
 

@@ -1,7 +1,7 @@
-"""Common parts of the page's charts: colours, the data format, axes.
+"""Shared parts of the page's charts: colours, data format, axes.
 
-Words and lines are drawn in `currentColor`, so that the page's style sheet alone decides between light, dark and
-paper; data travels as CSV, which is half the size of JSON rows.
+Text and lines use `currentColor`, so that the style sheet alone controls light, dark and print themes. Data is inlined
+as CSV, which is half the size of JSON rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fcp_cli.report.page.page_data import Columns
 
 Spec = dict[str, Any]
 
-# Small degrees are blue and large ones warm, each darker than the one before: colour-blind readers tell them apart.
+# Blue for small degrees, warm for large ones, ever darker: distinguishable for colour-blind readers.
 _PALETTE = ("#a9bacb", "#78aedd", "#4488c7", "#285f9c", "#f2bd55", "#e08b36", "#c25a2b", "#8f3f63")
 PLANNED, MEASURED, BOUND = "#3b82c4", "#dd7a2f", "#7c8894"
 
@@ -51,7 +51,7 @@ CONFIG: Spec = {
 
 
 class DegreeColours:
-    """One colour per degree, or per range of degrees if there are more than colours."""
+    """A colour per degree, or per range of degrees if there are more degrees than colours."""
 
     def __init__(self, degrees: Iterable[int]) -> None:
         found = sorted(set(degrees))
@@ -62,22 +62,22 @@ class DegreeColours:
         self.domain = list(dict.fromkeys(self._labels[degree] for degree in found))
 
     def with_labels(self, columns: Columns) -> Columns:
-        """Return the columns with a `colour` for each line's degree."""
+        """Add the column `colour`, the label of each row's degree."""
         degrees = np.asarray(columns["degree"]).tolist() if columns else []
         return {**columns, "colour": [self._labels.get(degree, self.domain[-1]) for degree in degrees]}
 
     def encoding(self, shown: Iterable[int] | None = None) -> Spec:
-        """Return the colour of a mark; a legend of these degrees alone, of none, or of all where None is given."""
+        """Encode the degree as colour, with a legend of the degrees `shown`, or of all if None."""
         scale = {"domain": self.domain, "range": list(_PALETTE[: len(self.domain)])}
         wanted = sorted({*self._labels} if shown is None else {*shown} & {*self._labels})
         values = list(dict.fromkeys(self._labels[degree] for degree in wanted))
-        lines = -(-len(values) // 5)  # more in a row would be cut off on a phone
+        lines = -(-len(values) // 5)  # a longer row would be cut off on a phone
         legend = {"columns": -(-len(values) // lines), "values": values} if values else None
         return {"field": "colour", "type": "ordinal", "title": "degree", "scale": scale, "legend": legend}
 
 
 def _range_label(degree: int, largest: int) -> str:
-    """Return the range of a degree: 1, 2, 3-4, 5-8, ... and everything above 64 together."""
+    """Return the range that contains a degree: 1, 2, 3-4, 5-8, ..., and everything above 64."""
     exponent = (degree - 1).bit_length()
     if exponent >= len(_PALETTE) - 1:
         return f"{2 ** (len(_PALETTE) - 2) + 1}-{largest}"
@@ -86,7 +86,7 @@ def _range_label(degree: int, largest: int) -> str:
 
 
 def inline_csv(columns: Columns) -> Spec:
-    """Write a table as Vega's inline CSV; numbers to 5 digits, which is more than a screen has pixels."""
+    """Format a table as Vega's inline CSV, with 5 digits: more than a screen can show."""
     texts = [
         [(f"{value:.5g}" if isinstance(value, float) else str(value)) for value in np.asarray(column).tolist()]
         for column in columns.values()
@@ -98,7 +98,7 @@ def inline_csv(columns: Columns) -> Spec:
 
 
 def x_of(field: str, title: str, **more: Any) -> Spec:
-    """Encode a field along an axis."""
+    """Encode a field on an axis."""
     return {"field": field, "type": "quantitative", "title": title, **more}
 
 
@@ -106,22 +106,22 @@ y_of = x_of
 
 
 def tooltip(**fields: str) -> list[Spec]:
-    """List fields with their titles."""
+    """Return tooltip fields with titles."""
     return [{"field": field, "title": title} for field, title in fields.items()]
 
 
 def chart(description: str, height: int, **parts: Any) -> Spec:
-    """Begin a chart that is as wide as its place."""
+    """Start a chart that fills its container's width."""
     return {"description": description, "width": "container", "height": height, **parts}
 
 
 def percent(field: str, title: str) -> Spec:
-    """Show a share in a tooltip."""
+    """Return a tooltip field for a percentage."""
     return {"field": field, "title": title, "type": "quantitative", "format": ".2%"}
 
 
 def steps_axis(steps: Columns) -> Spec:
-    """Return an axis whose ticks are steps that there are; `steps` has a column `step`."""
+    """Return an axis with ticks at existing steps; `steps` has a column `step`."""
     column = np.asarray(steps["step"], dtype=np.float64)
     first, last = int(column.min()), int(column.max())
     return {"values": list(range(first, last + 1, -(-(last + 1 - first) // 8))), "format": ",d", "grid": False}

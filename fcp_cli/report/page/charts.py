@@ -1,4 +1,4 @@
-"""The page's charts of a plan as Vega-Lite specifications, with the measured steps of a run among them."""
+"""Vega-Lite charts of a plan and of a run's measured steps."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fcp_cli.report.ranks_shown import RanksShown
 
 
 def step_chart(series: Columns, measured: Columns | None) -> Spec:
-    """Draw planned seconds, lower bound and measured seconds over the steps."""
+    """Plot planned seconds, lower bound and measured seconds over steps."""
     names = [name for name in _SERIES if name != "measured" or measured is not None]
-    axis = steps_axis(series)  # one for all: measured steps may be fewer
+    axis = steps_axis(series)  # shared: there may be fewer measured steps
     lines = [_line(series, "planned", "planned", names, axis), _line(series, "bound", _BOUND_NAME, names, axis)]
-    lines[1]["mark"]["strokeDash"] = [5, 5]  # a good plan lies on its bound; dashed, both show
+    lines[1]["mark"]["strokeDash"] = [5, 5]  # dashed, so that both are visible if a plan reaches its bound
     if measured is not None:
         lines.append(_line(measured, "seconds", "measured", names, axis))
     return chart("Step time over the steps of the plan", 200, layer=lines)
@@ -38,7 +38,7 @@ _SERIES = {"planned": PLANNED, _BOUND_NAME: BOUND, "measured": MEASURED}
 
 
 def loss_chart(losses: Columns, held_out: Columns | None) -> Spec:
-    """Draw the training loss over the steps, and that of held-out rows if the run was evaluated."""
+    """Plot training loss over steps, and held-out loss if there is one."""
     colours = {"training": MEASURED, "held out": "currentColor"}
     lines = {"training": losses, **({"held out": held_out} if held_out is not None else {})}
     scale = {"domain": [*lines], "range": [colours[name] for name in lines]}
@@ -72,7 +72,7 @@ def _line(columns: Columns, field: str, name: str, names: list[str], axis: Spec)
     }
 
 
-# Meaning of a Gantt chart's line -> its dashes; degrees use the colours.
+# Meaning of a line in a Gantt chart -> dash pattern; colours stand for degrees.
 _ENDS = {
     "bound": [2, 3],
     "planned end": [7, 3],
@@ -85,15 +85,14 @@ _ENDS = {
 def gantt_chart(
     bars: Columns, ends: Columns, colours: DegreeColours, *, shown: RanksShown, first: int | None = None
 ) -> Spec:
-    """Draw rank x time of one step, with lines where nodes end.
+    """Draw a Gantt chart of a step (ranks over time), with lines at end times.
 
     Args:
-        bars: rectangles of one step, or of all that can be chosen.
-        ends: the moments at which to draw lines, named by `what`; charts of one step share a time axis if they share
-            these.
-        colours: the colours of the degrees.
-        shown: the ranks that `bars` are of.
-        first: the step to begin with; the page's parameter `chosen` then names the one to draw. None: the only one.
+        bars: rectangles of one step, or of all selectable steps.
+        ends: times of lines, labelled by `what`; charts with equal `ends` share a time axis.
+        colours: colours of degrees.
+        shown: ranks in `bars`.
+        first: initially selected step; the page parameter `chosen` then selects. None: there is a single step.
     """
     chosen = [{"filter": "datum.step == chosen"}] if first is not None else []
     rectangles = {
@@ -151,7 +150,7 @@ def _end_rules(ends: Columns, chosen: list[Spec]) -> Spec:
                     "symbolType": "stroke",
                     "symbolSize": 500,
                     "symbolStrokeColor": "currentColor",
-                    "orient": "bottom",  # next to the degrees it would be cut off on a phone
+                    "orient": "bottom",  # next to the degrees, a phone would cut it off
                 },
             },
             "tooltip": [{"field": "what"}, {"field": "at"}],
@@ -164,24 +163,24 @@ def _rows(count: int) -> Spec:
 
 
 def largest_idle(*maps: Columns) -> float:
-    """Return the idle share that has the full colour; never below 10 %: a plan that hardly waits should show it."""
+    """Return the idle share drawn in full colour, at least 10 %, so that small idle shares look small."""
     return max(0.1, *(float(np.max(np.asarray(cells["idle"]))) for cells in maps))
 
 
 def heat_chart(cells: Columns, *, ranks: RanksShown, most: float) -> Spec:
-    """Draw the idle share per rank and step; a busy rank is as blank as the page.
+    """Draw the idle share per rank and step; busy cells stay blank.
 
     Args:
-        cells: the cells of the heat map.
-        ranks: the ranks of the job.
-        most: idle share that has the full colour, from `largest_idle`.
+        cells: cells of the heat map.
+        ranks: ranks of the job.
+        most: idle share in full colour, from `largest_idle`.
     """
     steps = {"grid": False, "values": _middles(cells), "labelExpr": "format(floor(datum.value), ',')", "ticks": False}
     return chart(
         "Heat map of idle time: ranks over steps",
         min(260, max(110, 12 * ranks.num_ranks)),
         data=inline_csv(cells),
-        mark={"type": "rect", "aria": False},  # thousands of cells would bury the rest of the page for a screen reader
+        mark={"type": "rect", "aria": False},  # a screen reader would read thousands of cells
         encoding={
             "x": x_of("step", "step", scale={"nice": False, "zero": False}, axis=steps),
             "x2": {"field": "step_end"},
@@ -192,7 +191,7 @@ def heat_chart(cells: Columns, *, ranks: RanksShown, most: float) -> Spec:
                 "field": "idle",
                 "type": "quantitative",
                 "scale": {"domain": [0, most], "range": [0, 1]},
-                "legend": None,  # the page has one for all maps
+                "legend": None,  # the page has one legend for all maps
             },
             "tooltip": [*tooltip(step="from step", rank="from rank"), percent("idle", "idle")],
         },
@@ -201,13 +200,13 @@ def heat_chart(cells: Columns, *, ranks: RanksShown, most: float) -> Spec:
 
 
 def _middles(cells: Columns) -> list[float]:
-    """Return ticks in the middle of columns, which are steps that there are."""
+    """Return ticks at the middle of existing steps."""
     steps = np.unique(np.asarray(cells["step"], dtype=np.float64))
     return [float(step) + 0.5 for step in steps[:: max(1, -(-len(steps) // 8))]]
 
 
 def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> Spec:
-    """Draw how long the sequences are, their degrees, and from where on a degree no longer holds them."""
+    """Plot the length histogram by degree, with the maximum length of each degree."""
     scale = {"type": "log", "base": 2, "nice": False}
     rectangles = {
         "data": inline_csv(colours.with_labels(bars)),
@@ -244,7 +243,7 @@ def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> 
 
 
 def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
-    """Draw the shares of each degree in micro-batches, tokens and rank-seconds."""
+    """Plot each degree's share of micro-batches, tokens and rank-seconds."""
     return chart(
         "Share of each degree in micro-batches, tokens and rank-seconds",
         110,
@@ -264,13 +263,13 @@ def mix_chart(mix: Columns, colours: DegreeColours) -> Spec:
 
 
 def memory_chart(bars: Columns, *, most: float, unit: str, ranks: RanksShown) -> Spec:
-    """Draw the peak memory of each rank, planned as bars and measured as dashes, against its limit.
+    """Plot peak memory per rank against its limit: planned as bars, measured as dashes.
 
     Args:
-        bars: `rank`, `rank_end`, `most`, and if it is known `measured`.
-        most: the memory of the device, or of the plan's token budget.
-        unit: the unit of both.
-        ranks: the ranks of the job.
+        bars: `rank`, `rank_end`, `most`, and optionally `measured`.
+        most: limit: device memory, or the token budget.
+        unit: unit of both.
+        ranks: ranks of the job.
     """
     x = {"scale": {"domain": [0, ranks.num_ranks], "nice": False}, "axis": ranks.axis(8)}
     planned = {
@@ -298,11 +297,11 @@ def memory_chart(bars: Columns, *, most: float, unit: str, ranks: RanksShown) ->
         "encoding": {"y": {"field": "budget", "type": "quantitative"}, "tooltip": [{"field": "budget"}]},
     }
     layers = [planned, *([measured] if "measured" in bars else []), rule]
-    return chart("The most that each rank holds, against what it may", 180, data=inline_csv(bars), layer=layers)
+    return chart("Peak memory of each rank, against its limit", 180, data=inline_csv(bars), layer=layers)
 
 
 def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
-    """Draw predicted against measured seconds per micro-batch; on the dashed line the prediction is right."""
+    """Plot predicted against measured seconds per micro-batch; the dashed line marks equality."""
     planned, measured = np.asarray(points["planned"]), np.asarray(points["measured"])
     low, high = float(min(planned.min(), measured.min())), float(max(planned.max(), measured.max()))
     scale = {"type": "log", "nice": False, "domain": [low * 0.9, high * 1.1]}

@@ -1,7 +1,7 @@
-"""The report as one self-contained HTML page.
+"""The report as a self-contained HTML page.
 
-Charts are Vega-Lite, drawn in the reader's browser as SVG; `vl-convert-python` brings the three JavaScript libraries
-as one bundle of 0.9 MB (plotly.js would be 4.8 MB), so the page opens without a network and can be sent by mail.
+Vega-Lite charts are rendered as SVG in the browser. `vl-convert-python` provides the JavaScript libraries as a 0.9 MB
+bundle (plotly.js would be 4.8 MB), so the page works offline and can be mailed.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _ORIGINS = {
     "measured": "measured",
     "fitted": "fitted to measurements",
-    "analytic": "computed from data sheets, nothing of it measured",
+    "analytic": "computed from data sheets, not measured",
     "assumed": "assumed",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageContent:
-    """The content of the page.
+    """Content of the page.
 
     Attributes:
-        plan: figures gathered from the plan.
-        run: figures gathered from the metrics, if any.
-        run_name: the name of the run's folder.
-        run_facts: the `run` record of its metrics.
-        speedup: over the best static plan.
-        warnings: one line each, about inputs that could not be used whole.
+        plan: figures of the plan.
+        run: figures of the run, if any.
+        run_name: name of the run directory.
+        run_facts: `run` record of its metrics.
+        speedup: gain over the best static plan.
+        warnings: one line per input that could not be used completely.
     """
 
     metadata: PlanMetadata
@@ -61,11 +61,11 @@ class PageContent:
 
     @cached_property
     def profile(self) -> CostProfile:
-        """The cost profile that the plan was made with."""
+        """Cost profile of the plan."""
         return parse_cost_profile(self.metadata.cost_profile, name="the plan's cost profile")
 
     def html(self) -> str:
-        """Return the whole page."""
+        """Render the page."""
         meta, specs = self.metadata, dict(charts_of(self.plan, self.run, self.speedup.ours, self.speedup.static))
         made_by = f"fcp {meta.fcp_version}; plan hash {meta.plan_hash}"
         document = json.dumps({"config": CONFIG, "charts": specs}, allow_nan=False, separators=(",", ":"))
@@ -79,12 +79,12 @@ class PageContent:
             sections="".join(sections_of(self.metadata, self.plan, self.run, self.speedup, frozenset(specs))),
             footer=html.escape(f"{made_by}; manifest {meta.manifest.name}; made {meta.created}"),
             library=javascript_bundle(),
-            # A name in the plan that holds "</script" would end the script that the charts stand in.
+            # A name in the plan that contains "</script" would end the surrounding script.
             charts=document.replace("</", "<\\/"),
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return the headline as JSON values; totals are over the steps that were read."""
+        """Return the headline figures as JSON values; totals cover the steps read."""
         summary = self.plan.summary
         measured = self.run.totals() if self.run is not None and has_measured_steps(self.run) else None
         return {
@@ -102,7 +102,7 @@ class PageContent:
         ranks = counted(self.metadata.num_ranks, "rank")
         if self.run is None:
             return f"{self.profile.model} on {ranks} of {self.profile.cluster}"
-        # Those of the plan's profile may be assumed, and are not those of a script that follows the plan.
+        # The plan's profile may name assumed ones, not those of a script that follows the plan.
         model = self.run_facts.get("model") if self.run_facts is not None else None
         return f"{Path(model).name if model else self.run_name} on {ranks}"
 
@@ -125,7 +125,7 @@ class PageContent:
             yield "Measured times", f"{on}, started {when} UTC" if when else on
 
     def _headline(self) -> str:
-        """Return the key figures, planned and measured where both are known."""
+        """Render the key figures: planned, and measured if there are any."""
         summary, meta = self.plan.summary, self.metadata
         memory = planned_memory(meta, summary.peers.most if summary.peers is not None else 0)
         takes_bytes = memory.total_bytes(int(self.plan.peak_tokens.max())) if memory is not None else None
@@ -150,7 +150,7 @@ class PageContent:
         if summary.peers is not None:
             others.append(("Ranks that a rank exchanges with", f"{summary.peers.mean:.1f}, most {summary.peers.most}"))
         if self.run is not None and self.run.warm_up_steps:
-            others.append(("Left out of both columns", counted(self.run.warm_up_steps, "warm-up step")))
+            others.append(("Excluded from both columns", counted(self.run.warm_up_steps, "warm-up step")))
         return f'<div class="numbers">{figures}{facts(others)}</div>'
 
     def _compared(self, takes_bytes: float | None) -> Iterator[tuple[str, str, str, str]]:
@@ -170,7 +170,7 @@ class PageContent:
 
 
 def _gigabytes(count_bytes: float | None) -> str:
-    """Return bytes in GB, with enough digits to tell small ranks apart; "" for an unknown size."""
+    """Format bytes in GB, with more digits for small sizes; "" if unknown."""
     if not count_bytes:
         return ""
     return f"{count_bytes / 1e9:.1f} GB" if count_bytes >= 1e9 else f"{count_bytes / 1e9:.2g} GB"

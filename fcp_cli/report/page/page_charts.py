@@ -1,4 +1,4 @@
-"""The charts of the page, by the place that each has."""
+"""The charts of the page, keyed by element id."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Speedup:
     """Predicted gain over the best static plan.
 
     Attributes:
-        factor: None if it is not known, as `remark` explains.
-        remark: describes it.
-        degree: the degree of the static plan.
-        ours, static: a typical step as it was planned, and under the static degree.
+        factor: None if unknown; `remark` says why.
+        remark: description of the comparison.
+        degree: degree of the static plan.
+        ours, static: a typical step as planned, and under the static degree.
     """
 
     factor: float | None
@@ -41,12 +41,12 @@ class Speedup:
 
 
 def has_measured_steps(run: RunPicture | None) -> bool:
-    """Return whether a run has steps after its warm-up."""
+    """Return whether a run has measured steps after warm-up."""
     return run is not None and not run.is_empty
 
 
 def charts_of(plan: PlanPicture, run: RunPicture | None, ours: StepPlan | None, static: StepPlan | None) -> Charts:
-    """Yield the charts of a plan, a run that followed it, and a step compared with its static twin."""
+    """Yield (element id, chart) for a plan, its run, and a step compared with the static plan."""
     degrees = set(plan.summary.degrees) | ({int(static.degrees.max())} if static is not None else set())
     colours, everyone = DegreeColours(degrees), RanksShown.all_of(plan.metadata)
     if ours is not None and static is not None:
@@ -70,7 +70,7 @@ def charts_of(plan: PlanPicture, run: RunPicture | None, ours: StepPlan | None, 
 
 
 def idle_maps(plan: PlanPicture, run: RunPicture | None) -> tuple[dict[str, Columns], float]:
-    """Return the cells of the idle maps, planned and measured, and the idle share that has the full colour."""
+    """Return the planned and measured idle maps, and the idle share drawn in full colour."""
     maps = {"chart-heat": plan.heat.cells()}
     if run is not None and has_measured_steps(run):
         maps["chart-waited"] = run.heat.cells()
@@ -78,15 +78,15 @@ def idle_maps(plan: PlanPicture, run: RunPicture | None) -> tuple[dict[str, Colu
 
 
 def _gain(plan: PlanPicture, ours: StepPlan, static: StepPlan, colours: DegreeColours) -> Charts:
-    """Yield a step under the best static degree and as it was planned, on one time axis."""
-    # Both charts hold both lines, so that they share one axis.
+    """Yield the charts of a step under the best static degree and as planned, on a common time axis."""
+    # Both charts get both lines, so that they have the same axis.
     at = [ours.makespan_seconds, static.makespan_seconds]
     ends: Columns = {"at": np.array(at), "what": ["this plan ends", "static ends"]}
     for place, step in (("chart-static", static), ("chart-ours", ours)):
         bars = bars_of(step, plan.shown, plan.metadata)
         chart = charts.gantt_chart(bars, ends, colours, shown=plan.shown)
         rectangles, rules = chart["layer"][0]["encoding"], chart["layer"][-1]["encoding"]
-        # One legend above both charts and one below.
+        # A single legend above both charts and one below.
         rectangles["color"] = colours.encoding([*static.degrees, *ours.degrees] if step is static else [])
         if step is static:
             rectangles["x"]["title"] = rules["strokeDash"]["legend"] = None
@@ -103,7 +103,7 @@ def _inside_a_step(plan: PlanPicture, run: RunPicture | None, colours: DegreeCol
 
 
 def _step_ends(plan: PlanPicture, run: RunPicture | None) -> Columns:
-    """Return the lines of the Gantt charts: a step's bound, its planned end, and its measured one."""
+    """Return the lines of Gantt charts: a step's bound, planned end and measured end."""
     ends, measured = plan.ends(), run.ends if run is not None else {}
     rows = []
     for step in plan.chosen_steps():
@@ -125,7 +125,7 @@ def _mix(plan: PlanPicture) -> Columns:
 
 
 def degree_shares(plan: PlanPicture) -> dict[int, tuple[float, float, float]]:
-    """Return the shares of micro-batches, tokens and rank-seconds of each degree."""
+    """Return each degree's shares of micro-batches, tokens and rank-seconds."""
     summary = plan.summary
     return {
         degree: (
@@ -138,12 +138,12 @@ def degree_shares(plan: PlanPicture) -> dict[int, tuple[float, float, float]]:
 
 
 def device_bytes(metadata: PlanMetadata) -> float:
-    """Return the device memory of the plan's cost profile; 0 if unknown."""
+    """Return the device memory in the plan's cost profile; 0 if unknown."""
     return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").memory.capacity_bytes
 
 
 def _memory(plan: PlanPicture, run: RunPicture | None, ranks: RanksShown) -> Spec:
-    """Draw GB of the device where the memory model knows the job, else tokens of the budget."""
+    """Plot memory in GB if the memory model knows the job, else tokens of the budget."""
     metadata, bars = plan.metadata, plan.peak_bars()
     peers = plan.summary.peers
     memory = planned_memory(metadata, peers.most if peers is not None else 0)

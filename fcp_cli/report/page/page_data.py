@@ -1,4 +1,4 @@
-"""The figures that the page shows of a plan: gathered in one pass over its steps, in sizes that a browser can draw."""
+"""Collects a plan's figures for the page in one pass over its steps, downsampled for a browser."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from fcp_cli.report.stage_bars import stage_bars
 _HEAT_COLUMNS = 125  # cells along the steps
 _HEAT_ROWS = 64  # cells along the ranks
 _SERIES_POINTS = 400
-_GANTT_BARS = 12_000  # over all steps that can be chosen
+_GANTT_BARS = 12_000  # in total over selectable steps
 _MOST_GANTT_STEPS = 48
 _BINS_PER_OCTAVE = 4
 _LENGTH_BINS = 32 * _BINS_PER_OCTAVE
-_RANK_STEPS_READ = 2_000_000  # beyond this only each k-th step is read
+_RANK_STEPS_READ = 2_000_000  # above this, only each k-th step is read
 
 Columns = dict[str, npt.NDArray[np.generic] | list[str]]
 
 
 def evenly_spaced(total: int, count: int) -> list[int]:
-    """Return at most `count` of the numbers below `total`, the first and the last among them."""
+    """Return up to `count` evenly spaced numbers below `total`, including the first and last."""
     if count >= total:
         return list(range(total))
     return sorted({round(i * (total - 1) / max(count - 1, 1)) for i in range(count)})
 
 
 def bars_of(step: StepPlan, shown: RanksShown, metadata: PlanMetadata | None = None) -> Columns:
-    """Return a step as rectangles: one per micro-batch and run of neighbouring rows, without idle ones.
+    """Return a step as rectangles: one per micro-batch and run of adjacent rows, without idle ones.
 
-    If `metadata` is that of a plan of pipelines, one per forward and backward of every stage: see `stage_bars`.
+    With pipeline stages, there is one per forward and backward pass of each stage: see `stage_bars`.
     """
     if metadata is not None and metadata.pipeline is not None:
         return {**stage_bars(step, shown, metadata, metadata.pipeline)}
@@ -66,7 +66,7 @@ def bars_of(step: StepPlan, shown: RanksShown, metadata: PlanMetadata | None = N
 
 
 def joined(tables: list[Columns]) -> Columns:
-    """Stack tables of like columns."""
+    """Concatenate tables with the same columns."""
     if not tables:
         return {}
     return {name: np.concatenate([np.asarray(table[name]) for table in tables]) for name in tables[0]}
@@ -89,14 +89,14 @@ class HeatMap:
         self._row_of_rank = np.arange(self.num_ranks) * self.rows // self.num_ranks
 
     def add(self, step: int, idle: FloatArray) -> None:
-        """Count a step: `idle` is [num_ranks], the share of it in which each rank waits."""
+        """Add a step; `idle` is the idle share of each rank, [num_ranks]."""
         column = (step - self.first_step) * self.columns // self.steps
         self.total[column] += np.bincount(self._row_of_rank, weights=idle, minlength=self.rows)
         self.count[column] += np.bincount(self._row_of_rank, minlength=self.rows)
 
     def cells(self) -> Columns:
         column, row = np.nonzero(self.count)
-        # A cell begins with the first step that falls into its column: ceil(column * steps / columns), exactly.
+        # A cell starts at the first step in its column: ceil(column * steps / columns), exactly.
         return {
             "step": self.first_step - (-column * self.steps // self.columns),
             "step_end": self.first_step - (-(column + 1) * self.steps // self.columns),
@@ -108,14 +108,14 @@ class HeatMap:
 
 @dataclass(kw_only=True)
 class PlanPicture:
-    """The pictures of a plan: give it every step in order, with `compare` first, then with `add` where it `wants` one.
+    """Collects figures of a plan; call `compare` with every step in order, then `add` if `wants` says so.
 
     Attributes:
-        every: one step in so many is read.
-        summary: totals over those steps.
-        lengths: [degree, bin] sequences by length and by the degree they run at.
-        peak_tokens: [num_ranks] most tokens that a rank holds in one micro-batch.
-        groups: distinct groups per degree, as hashes.
+        every: each `every`-th step is read.
+        summary: totals over these steps.
+        lengths: [degree, bin] number of sequences by degree and length.
+        peak_tokens: [num_ranks] maximum tokens of a rank in a micro-batch.
+        groups: hashes of distinct groups by degree.
     """
 
     metadata: PlanMetadata
@@ -150,7 +150,7 @@ class PlanPicture:
         for group in step.ring_groups():
             self.groups.setdefault(group.degree, set()).add(hash(group))
         self.longest_tokens = max(self.longest_tokens, int(step.lengths.max(initial=0)))
-        # A histogram over (degree, length), with lengths in bins of equal ratio.
+        # Histogram over (degree, length), with geometric length bins.
         degrees = np.repeat(step.degrees, np.diff(step.sequence_offsets))
         bins = (np.log2(step.lengths) * _BINS_PER_OCTAVE).astype(np.int64)
         counts = np.bincount(degrees * _LENGTH_BINS + bins, minlength=self.lengths.size)
@@ -168,38 +168,38 @@ class PlanPicture:
             self._chosen[step.step] = bars_of(step, self.shown, self.metadata)
 
     def compare(self, step: StepPlan) -> None:
-        """Keep a step, wanted or not, if it is the slowest or the farthest above its bound so far."""
+        """Keep a step, wanted or not, if it is the slowest or has the largest gap so far."""
         if self._slowest is None or step.makespan_seconds > self._slowest.makespan_seconds:
             self._slowest = step
         if self._widest is None or step.gap > self._widest.gap:
             self._widest = step
 
     def chosen_steps(self) -> dict[int, Columns]:
-        """Return the steps that the page can show as a Gantt chart: evenly spaced ones, and the worst."""
+        """Return the Gantt charts of selectable steps: evenly spaced ones and the worst."""
         for step in (self._slowest, self._widest):
             if step is not None:
                 self._chosen.setdefault(step.step, bars_of(step, self.shown, self.metadata))
         return dict(sorted(self._chosen.items()))
 
     def worst_steps(self) -> tuple[StepPlan, StepPlan]:
-        """Return the slowest step, and the one farthest above its lower bound."""
+        """Return the slowest step and the step with the largest gap to its lower bound."""
         assert self._slowest is not None and self._widest is not None
         return self._slowest, self._widest
 
     def ends(self) -> dict[int, tuple[float, float]]:
-        """Return makespan and lower bound of every step that was read."""
+        """Return (makespan, lower bound) of each step read."""
         ends = {step: (makespan, bound) for step, makespan, bound in self.series}
         return ends | {step.step: (step.makespan_seconds, step.bound_seconds) for step in self.worst_steps()}
 
     def step_series(self) -> Columns:
-        """Return makespan and bound over the steps, averaged if there are more steps than points."""
+        """Return makespan and bound over steps, averaged if there are more steps than points."""
         table = np.array(self.series)
         parts = np.array_split(table, min(len(table), _SERIES_POINTS))
         means = np.array([part.mean(axis=0) for part in parts])
         return {"step": means[:, 0], "planned": means[:, 1], "bound": means[:, 2]}
 
     def length_bars(self) -> Columns:
-        """Return the histogram as stacked rectangles, from the lowest degree up."""
+        """Return the length histogram as stacked rectangles, lowest degree first."""
         degree, bin_ = np.nonzero(self.lengths)
         tops = np.cumsum(self.lengths, axis=0)
         return {
@@ -212,7 +212,7 @@ class PlanPicture:
         }
 
     def peak_bars(self) -> Columns:
-        """Return the most tokens per rank; for many ranks, the most in each bin of them."""
+        """Return peak tokens per rank, or per bin of ranks if there are many."""
         bins = np.array_split(np.arange(self.metadata.num_ranks), min(self.metadata.num_ranks, 2 * _HEAT_ROWS))
         return {
             "rank": np.array([ranks[0] for ranks in bins]),
@@ -221,7 +221,7 @@ class PlanPicture:
         }
 
     def degree_boundaries(self) -> IntArray:
-        """Return the lengths in tokens beyond which a sequence alone no longer fits degree 1, 2, 4, ..."""
+        """Return the maximum length of a sequence at degree 1, 2, 4, ..."""
         powers = 2 ** np.arange(int(np.log2(self.metadata.num_ranks)) + 1, dtype=np.int64)
         held = self.metadata.tokens_per_rank * powers
         return np.asarray(held[held <= 2 * self.longest_tokens], dtype=np.int64)

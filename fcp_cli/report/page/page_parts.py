@@ -1,4 +1,4 @@
-"""Pieces of HTML that the report is put together from."""
+"""HTML building blocks of the report."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 
 def figure(chart: str) -> str:
-    """Return the place of a chart."""
+    """Return the container of a chart."""
     return f'<figure><div class="chart" id="{chart}"></div></figure>'
 
 
 def part(title: str, caption: str, *charts: str, more: str = "") -> str:
-    """Return charts under a heading of the second rank."""
+    """Return charts under a level-3 heading."""
     return f"<div><h3>{html.escape(title)}</h3>{text(caption)}{''.join(map(figure, charts))}{more}</div>"
 
 
@@ -23,22 +23,22 @@ def section(title: str, caption: str, *content: str, name: str = "") -> str:
 
 
 def side_by_side(*parts: str) -> str:
-    """Return parts laid out side by side on screens that are wide enough."""
+    """Lay parts out side by side on wide screens."""
     return f'<div class="pair">{"".join(parts)}</div>'
 
 
 def seconds(value: float) -> str:
-    """Write a time with three digits after the point, or fewer where they would say nothing."""
+    """Format seconds with up to three decimals."""
     return f"{value:.{3 if value < 10 else 2 if value < 100 else 1}f}\u00a0s"
 
 
 def text(words: str) -> str:
-    """Return a paragraph, or nothing for no words."""
+    """Return a paragraph, or "" for empty text."""
     return f"<p>{html.escape(words)}</p>" if words else ""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, name: str = "") -> str:
-    """Return a table; the first cell of each row names it."""
+    """Return a table; the first cell of a row is its header."""
     heads = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     lines = (
         f'<tr><th scope="row">{html.escape(first)}</th>{"".join(f"<td>{html.escape(cell)}</td>" for cell in rest)}</tr>'
@@ -48,7 +48,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, name: str = "")
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a list of terms and their descriptions."""
+    """Return a description list."""
     return (
         "<dl>" + "".join(f"<div><dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd></div>" for a, b in pairs) + "</dl>"
     )

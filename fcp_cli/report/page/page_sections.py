@@ -1,4 +1,4 @@
-"""The sections of the page, most telling first."""
+"""The sections of the page, most important first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _gain(metadata: PlanMetadata, plan: PlanPicture, speedup: Speedup) -> str:
     title = f"{speedup.factor:.2f}x as fast as the best static degree"
     caption = (
         f"Predicted, {speedup.remark}. Below, the same sequences of step {ours.step}, a typical one, on one time axis: "
-        f"each colour is a degree, what stays blank is a rank that waits.{plan.shown.in_words()}"
+        f"each colour is a degree, and blank space is a waiting rank.{plan.shown.in_words()}"
     )
     ranks = metadata.num_ranks
     parts = (
@@ -51,15 +51,15 @@ def _gain(metadata: PlanMetadata, plan: PlanPicture, speedup: Speedup) -> str:
 
 def _over_the_steps(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[str], run: RunPicture | None) -> str:
     caption = (
-        "The bound is what no schedule can beat under this cost profile. If the cluster is quicker than its profile "
-        "says, a measured step may lie below it."
+        "No schedule can beat the bound under this cost profile. If the cluster is faster than its profile, a measured "
+        "step may lie below the bound."
     )
     if plan.every > 1:
         read = f"{plan.summary.steps:,} of {metadata.steps:,}"
         caption += f" The plan is large: this page reads each {plan.every}th step, {read}."
     if run is None or "chart-loss" not in drawn:
         return section("Step by step", caption, figure("chart-steps"))
-    loss = "Token losses of the global batch over its predicted tokens."
+    loss = "Summed token loss of the global batch / predicted tokens."
     if run.evaluations:
         loss += f" Held out: rows that are not trained on, in {counted(len(run.evaluations), 'evaluation')}."
     pair = side_by_side(part("Time of a step", "", "chart-steps"), part("Loss", loss, "chart-loss"))
@@ -75,8 +75,8 @@ def _inside_a_step(metadata: PlanMetadata, plan: PlanPicture, drawn: frozenset[s
     )
     has_measured = "chart-measured" in drawn
     axis = " Both charts have the same time axis." if has_measured else ""
-    nodes = " Level lines part nodes." if plan.shown.node_lines() else ""
-    caption = f"Who computes when; lines mark the ends.{nodes}{axis}{whole}{plan.shown.in_words()}"
+    nodes = " Horizontal lines separate nodes." if plan.shown.node_lines() else ""
+    caption = f"Which rank computes when; lines mark the ends.{nodes}{axis}{whole}{plan.shown.in_words()}"
     figures = figure("chart-gantt")
     if has_measured:
         figures = f"<h3>Planned</h3>{figures}<h3>Measured</h3>{figure('chart-measured')}"
@@ -107,7 +107,7 @@ def _waiting(heat: HeatMap, drawn: frozenset[str], most: float) -> str:
     legend = f'<p class="ramp">0% <span></span> {most:.0%} of the step</p>'
     if "chart-waited" not in drawn:
         return section("Who waits", caption, legend, figure("chart-heat"))
-    measured = "Gradient sums and the optimizer count as waiting; steps of warm-up are left out."
+    measured = "Gradient reduction and the optimizer count as waiting; warm-up steps are excluded."
     planned = part("Planned", "Between micro-batches, and for the slowest rank.", "chart-heat")
     return section("Who waits", caption, legend, side_by_side(planned, part("Measured", measured, "chart-waited")))
 
@@ -119,11 +119,11 @@ def _up_to(count: int, noun: str) -> str:
 def _data_and_degrees(plan: PlanPicture) -> str:
     lengths = part(
         "Lengths",
-        "Colours: the degree at which sequences run. Dashed lines: what degree 1, 2, 4, ... can hold at most.",
+        "Colours: the degree at which sequences run. Dashed lines: the longest sequence at degree 1, 2, 4, ...",
         "chart-lengths",
     )
     whole = f"<details><summary>All degrees in figures</summary>{_degree_table(plan)}</details>"
-    degrees = part("Degrees", "How the work divides over the degrees.", "chart-mix", more=whole)
+    degrees = part("Degrees", "How the work is divided among degrees.", "chart-mix", more=whole)
     return section("The data, and what runs at which degree", "", side_by_side(lengths, degrees))
 
 
@@ -145,9 +145,9 @@ def _memory(metadata: PlanMetadata, plan: PlanPicture, run: RunPicture | None) -
     capacity = device_bytes(metadata)
     if memory is None or not capacity:
         most = f"{metadata.tokens_per_rank:,}"
-        caption = f"Most tokens that a rank holds in one micro-batch; the dashed line is the token budget, {most}."
+        caption = f"Peak tokens of a rank in a micro-batch; the dashed line is the token budget, {most}."
         return section("Memory of each rank", caption, figure("chart-memory"))
-    measured = " Orange: what was measured at most." if run is not None and run.peak_bytes.any() else ""
+    measured = " Orange: measured peak." if run is not None and run.peak_bytes.any() else ""
     caption = (
         f"In its largest micro-batch, against the {capacity / 1e9:.0f} GB that the job may use of a device (dashed)."
         f"{measured} {memory_sentence(metadata, memory)}"
@@ -157,6 +157,6 @@ def _memory(metadata: PlanMetadata, plan: PlanPicture, run: RunPicture | None) -
 
 def _prediction(run: RunPicture) -> str:
     left_out = run.warm_up_steps
-    warm_up = f"Left out: {counted(left_out, 'warm-up step')}." if left_out else ""
-    scatter = "Each dot is a micro-batch, by its slowest rank; on the dashed line the prediction is right."
-    return section("How well it was predicted", f"{scatter} {warm_up}".rstrip(), figure("chart-scatter"))
+    warm_up = f"Excluded: {counted(left_out, 'warm-up step')}." if left_out else ""
+    scatter = "Each dot is a micro-batch, by its slowest rank; the dashed line marks exact predictions."
+    return section("Accuracy of predictions", f"{scatter} {warm_up}".rstrip(), figure("chart-scatter"))

@@ -1,4 +1,4 @@
-"""Figures of a run against its plan, for the page: predicted against measured."""
+"""Collects a run's figures for the page: predicted against measured."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _POINTS_KEPT = 200_000
 
 @dataclass(kw_only=True)
 class RunPicture:
-    """The pictures of a run: give `add` every measured step.
+    """Collects figures of a run; call `add` with every measured step.
 
     Attributes:
-        plan: the plan that the run followed.
-        chosen: the steps whose measured Gantt charts are wanted.
-        steps: measured steps that were given, warm-up included.
-        bars, ends: what was drawn of the chosen steps, their rectangles and their seconds.
-        evaluations: step -> loss of the held-out rows after it.
+        plan: plan that the run followed.
+        chosen: steps that need measured Gantt charts.
+        steps: number of measured steps, including warm-up.
+        bars, ends: rectangles and durations of the chosen steps.
+        evaluations: held-out loss by step.
     """
 
     plan: PlanMetadata
@@ -72,10 +72,9 @@ class RunPicture:
         return not self._series
 
     def totals(self) -> dict[str, float]:
-        """Return measurements over all steps after warm-up: mean step seconds, the slowest, tokens/s, idle share.
+        """Return statistics over all steps after warm-up: mean and slowest step seconds, tokens/s, idle share.
 
-        The `predicted_` ones are the same statistics of the same steps as they were planned; `ratio` is seconds
-        measured / planned.
+        `predicted_` ones are the planned values of the same steps; `ratio` is measured / planned seconds.
         """
         _, seconds, predicted, planned, tokens, idle = np.array(self._series).T
         return {
@@ -91,20 +90,20 @@ class RunPicture:
         }
 
     def losses(self) -> Columns | None:
-        """Return the loss over the steps, averaged if there are more steps than points; None: it is not known."""
+        """Return the loss over steps, averaged if there are more steps than points; None if unknown."""
         return _over_steps(self._losses) if len(self._losses) > 1 else None
 
     def held_out_losses(self) -> Columns | None:
-        """Return the loss of the held-out rows over the steps, as `losses` does; None: the run was not evaluated."""
+        """Return the held-out loss over steps, like `losses`; None if there was no evaluation."""
         return _over_steps([*self.evaluations.items()]) if self.evaluations else None
 
     def step_times(self) -> Columns:
-        """Return the measured seconds over the steps, averaged if there are more steps than points."""
+        """Return measured seconds over steps, averaged if there are more steps than points."""
         step, seconds = np.array([part.mean(axis=0) for part in _parts(np.array(self._series)[:, :2])]).T
         return {"step": step, "seconds": seconds}
 
     def scatter(self) -> Columns:
-        """Return planned and measured seconds per micro-batch, thinned out evenly."""
+        """Return planned and measured seconds per micro-batch, evenly sampled."""
         points = np.concatenate(self._points, axis=1)
         degree, planned, measured = points[:, :: max(1, -(-points.shape[1] // _SCATTER_POINTS))]
         return {"degree": degree.astype(np.int64), "planned": planned, "measured": measured}
@@ -120,7 +119,7 @@ def _parts(table: FloatArray) -> list[FloatArray]:
 
 
 def _groups(step: RunStep) -> FloatArray:
-    """Return [3, microbatches]: degree, planned and measured seconds; a ring takes as long as its slowest member."""
+    """Return degree, planned and measured seconds, [3, micro-batches]; the slowest member determines a ring's time."""
     works = (step.pack_tokens > 0) & (step.planned_seconds > 0)
     _, index, group = np.unique(step.orders[works], return_index=True, return_inverse=True)
     measured = np.zeros(len(index))
@@ -133,7 +132,7 @@ def measured_bars(step: RunStep, shown: RanksShown) -> Columns:
     by_rank = np.lexsort((step.ranks, step.orders))
     by_rank = by_rank[(step.pack_tokens[by_rank] > 0) & shown.are_shown(step.ranks[by_rank])]
     orders, ranks = step.orders[by_rank], shown.rows(step.ranks[by_rank])
-    # A rectangle begins where the micro-batch changes, and where its ranks are not neighbours.
+    # A rectangle starts where the micro-batch changes or ranks are not adjacent.
     first = np.ones(len(orders), dtype=bool)
     first[1:] = (np.diff(orders) != 0) | (np.diff(ranks) != 1)
     starts: IntArray = np.flatnonzero(first)

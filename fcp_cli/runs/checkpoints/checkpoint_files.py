@@ -1,7 +1,6 @@
-"""Checksums of the files of a checkpoint: CRC-32 of every chunk, so that ranks can share the verification of a file.
+"""Checksums of checkpoint files: CRC-32 per chunk, so that ranks can share the verification of a file.
 
-CRC-32 detects damage by disks and copies, at several GB/s on a core. It is no protection against intent: a program that
-can change a file can change its checksum, too.
+CRC-32 detects corruption by disks and copies at several GB/s per core. It does not protect against tampering.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fcp_cli.validation import NonNegativeCount
 
 CHUNK_BYTES: Final = 64 << 20
 _READ_BYTES: Final = 4 << 20
-_MOST_THREADS: Final = 8  # a disk or a network is slower than so many cores
+_MOST_THREADS: Final = 8  # more threads would outrun any disk or network
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +28,8 @@ class FileSums:
     """Size and checksums of a file.
 
     Attributes:
-        bytes: its size.
-        crc32: the crc32 of each chunk of `CHUNK_BYTES`; the last one may be shorter.
+        bytes: size of the file.
+        crc32: CRC-32 of each chunk of `CHUNK_BYTES`; the last chunk may be shorter.
     """
 
     bytes: NonNegativeCount
@@ -38,7 +37,7 @@ class FileSums:
 
 
 def sums_of(pieces: Iterable[memoryview]) -> FileSums:
-    """Return the checksums of a file that consists of these pieces."""
+    """Return the checksums of a file whose content is the concatenation of `pieces`."""
     size, found, running = 0, [], 0
     for piece in pieces:
         start = 0
@@ -55,7 +54,7 @@ def sums_of(pieces: Iterable[memoryview]) -> FileSums:
 
 
 def wrong_size(folder: Path, files: Mapping[str, FileSums]) -> str | None:
-    """Describe the first file that is missing or of another size; None if there is none."""
+    """Describe the first file that is missing or has another size, or return None."""
     for name, sums in files.items():
         try:
             size = (folder / name).stat().st_size
@@ -67,12 +66,12 @@ def wrong_size(folder: Path, files: Mapping[str, FileSums]) -> str | None:
 
 
 def damage(folder: Path, files: Mapping[str, FileSums], *, index: int = 0, count: int = 1) -> str | None:
-    """Read a share of the chunks of some files and describe the first file that is damaged; None if there is none.
+    """Verify a share of the chunks; describe the first corrupt or missing file, or return None.
 
     Args:
         folder: the folder of the files.
-        files: their checksums, by name.
-        index, count: the `index`-th of `count` equal shares: processes that read the same files share the work.
+        files: checksums by file name.
+        index, count: verify share `index` of `count`, so that ranks divide the work.
     """
     if (wrong := wrong_size(folder, files)) is not None:
         return wrong

@@ -1,4 +1,4 @@
-"""The headers of a run's checkpoints. Imports no torch: `fcp plan` and `fcp launch` read them, too."""
+"""Headers of a run's checkpoints. Does not import torch: `fcp plan` and `fcp launch` read headers, too."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Sharding = Literal["replicated", "sharded"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointHeader:
-    """The facts of a checkpoint that must agree with a run before it is loaded, and how it is cut.
+    """Facts that must match the run before a checkpoint is loaded, and how the checkpoint is sharded.
 
     Attributes:
-        sharding: whether rank 0 saved everything, or each rank of a copy its share of it.
-        shards: how many shares.
-        files: checksums of its files, by name.
+        sharding: whether rank 0 saved everything, or each rank of a replica its shard.
+        shards: number of shards.
+        files: checksums by file name.
     """
 
     step: NonNegativeCount
@@ -55,7 +55,7 @@ def _checksum(document: Mapping[str, Any]) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first; each was whole once, since it has its name."""
+    """Return the checkpoints of a run, oldest first. A checkpoint gets its name only once complete."""
     return sorted(path for path in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir())
 
 
@@ -68,13 +68,13 @@ def read_header(checkpoint: Path) -> CheckpointHeader:
 
 
 class _DamagedHeaderError(RunError):
-    """Another checkpoint may be intact."""
+    """The header is damaged, but an earlier checkpoint may be intact."""
 
 
 def _read(checkpoint: Path) -> CheckpointHeader:
     path = checkpoint / "checkpoint.json"
     try:
-        require_input(path, seekable=True)  # no pipe, which would be waited for
+        require_input(path, seekable=True)  # excludes pipes, which would block
     except OSError as error:
         raise _DamagedHeaderError(f"cannot read {path}: {error.strerror or error}") from error
     document = read_object(path, error=_DamagedHeaderError)
@@ -88,7 +88,7 @@ def _read(checkpoint: Path) -> CheckpointHeader:
 
 
 def require_files(checkpoint: Path, header: CheckpointHeader) -> None:
-    """Check, without reading them, that all files of a checkpoint are there with their sizes, and no others."""
+    """Check that exactly the files of a checkpoint exist, with their sizes, without reading them."""
     wrong = wrong_size(checkpoint, header.files)
     if wrong is None:
         extra = sorted({path.name for path in checkpoint.glob("*.safetensors")} - header.files.keys())
@@ -98,7 +98,7 @@ def require_files(checkpoint: Path, header: CheckpointHeader) -> None:
 
 
 def way_back(checkpoint: Path) -> str:
-    """Return how to resume if a checkpoint is damaged: from the newest one before it whose files are all there."""
+    """Suggest how to resume when a checkpoint is damaged: from the newest earlier one whose files exist."""
     for before in reversed([path for path in checkpoints(checkpoint.parent) if path.name < checkpoint.name]):
         try:
             header = _read(before)
@@ -113,21 +113,21 @@ def way_back(checkpoint: Path) -> str:
 
 
 def kept_before(folder: Path) -> str:
-    """Return which checkpoint a run has left if the one that is being written to `folder` fails."""
+    """Say which checkpoint remains if writing the next one to `folder` fails."""
     saved = checkpoints(folder)
     return f"the run can resume from {saved[-1].name}" if saved else "the run has no checkpoint yet"
 
 
 def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
-    """Refuse to resume under another plan, number of ranks or model; a plan may continue another's.
+    """Raise RunError if plan, number of ranks or model differ; a plan may continue another plan.
 
-    Any sharding may follow any other: each rank slices its shard from the saved tensors.
+    Sharding may differ: each rank slices its shard from the saved tensors.
 
     Args:
-        header: the header of the checkpoint.
-        wanted: header that the run would save now.
+        header: header of the checkpoint.
+        wanted: header that the run would save.
         plan: plan of the resumed run.
-        checkpoint: the checkpoint for messages.
+        checkpoint: its path, for messages.
     """
     check_plan_of(header, plan, checkpoint=checkpoint)
     same_plan = header.plan_hash == plan.plan_hash
@@ -141,13 +141,13 @@ def check_header(header: CheckpointHeader, wanted: CheckpointHeader, plan: PlanM
 
 
 def check_unfinished(place: Path, run_dir: Path, finished: int, *, last_step: int, end_step: int) -> None:
-    """Raise RunError if a run has nothing left to do.
+    """Raise RunError if a run has no steps left.
 
     Args:
         place: the run or its checkpoint, for the message.
-        finished: the steps that it has finished.
-        last_step: the step after which it is to stop now.
-        end_step: the steps of the plan, which no run leaves.
+        finished: number of finished steps.
+        last_step: step at which this start would stop.
+        end_step: end of the plan.
     """
     if finished < last_step:
         return
@@ -157,17 +157,17 @@ def check_unfinished(place: Path, run_dir: Path, finished: int, *, last_step: in
         more = (
             f"the plan ends there; for more, plan again, and start a new run without --resume{_from_weights(run_dir)}"
         )
-    raise RunError(f"{place} has finished {finished} of {last_step} steps: nothing is left to resume; {more}")
+    raise RunError(f"{place} has finished {finished} of {last_step} steps: nothing to resume; {more}")
 
 
 def _from_weights(run_dir: Path) -> str:
-    """Return how a new run goes on from what a run has trained, if that is a whole model; adapters are none."""
+    """Suggest how a new run can start from the trained weights, if the run saved a full model, not adapters."""
     weights = RunPaths(run_dir=run_dir).model
     return f" and with --weights {weights}" if (weights / "config.json").is_file() else ""
 
 
 def check_plan_of(header: CheckpointHeader, plan: PlanMetadata, *, checkpoint: Path) -> None:
-    """Check that a checkpoint was made under this plan, or that the plan continues from exactly there."""
+    """Check that a checkpoint was made under this plan, or that the plan continues from its step."""
     if header.plan_hash == plan.plan_hash:
         return
     continues = plan.continues

@@ -12,12 +12,12 @@ from fcp_cli.reading.inputs import bounded_lines, open_input
 
 
 class FileFollower:
-    """Reads what others append to a file; each call returns what came since the last one.
+    """Reads a file that grows: each call returns what was appended since the last one.
 
     Attributes:
         path: the file.
-        offset: bytes read so far. It goes back to 0, to read all again, if the file was replaced or cut short, as a
-            resumed run does with its metrics.
+        offset: bytes read so far; reset to 0 if the file was replaced or truncated, as a resumed run does with its
+            metrics.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,22 +26,22 @@ class FileFollower:
         self._inode = -1
 
     def read(self) -> bytes:
-        """Return the bytes appended since the last call; none while the file does not exist."""
+        """Return the bytes appended since the last call; b"" if the file does not exist."""
         with self._open() as file:
             new = file.read() if file else b""
             self.offset += len(new)
             return new
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the whole lines appended since the last call, each with its end; one still being written comes later.
+        """Yield the complete lines appended since the last call, including line ends.
 
-        The file may be many gigabytes: it is read line by line.
+        Reads line by line, since the file may have many gigabytes.
         """
         with self._open() as file:
             for line in bounded_lines(file) if file is not None else ():
                 if not line.endswith(b"\n"):
                     return
-                self.offset += len(line)  # before it is given: the caller may not come back
+                self.offset += len(line)  # before the yield: the caller may stop iterating
                 yield line
 
     @contextmanager

@@ -1,7 +1,7 @@
 """The metrics of a run: JSON Lines, one `run` record per start, one `step` record per step and one
 `eval` record per evaluation (`fcp-metrics/1`).
 
-A record is written whole and flushed, so that a reader that follows the file sees whole lines only; a run that is
+Each record is written as a full line and flushed, so that readers that follow the file see complete lines. A run
 resumed at step k first drops the records of steps >= k, so that no step appears twice.
 """
 
@@ -26,7 +26,7 @@ FORMAT = "fcp-metrics/1"
 
 
 Timing: TypeAlias = tuple[int, float, float]
-"""Order in the step, seconds from the rank's start of the step to its start, and seconds of one micro-batch."""
+"""Of a micro-batch: order in the step, start in seconds after the rank's step start, and duration in seconds."""
 
 
 def step_record(
@@ -40,18 +40,18 @@ def step_record(
     peak_bytes: Sequence[int] = (),
     **facts: float | None,
 ) -> dict[str, Any]:
-    """Return the `step` record of a step that all ranks have finished.
+    """Return the `step` record of a step.
 
     Args:
         plan: the step in the plan.
-        timings: [num_ranks] the micro-batches that each rank ran, in order.
-        seconds: wall-clock time from the end of the step before to the end of this one, on rank 0.
-        loss: summed token loss / tokens of the global batch; NaN if it is not known, too.
-        warm_up: the first step after a start: it also pays for compilation, caches and connections.
-        bad_rows: manifest rows of which nothing was learned, since a picture of theirs could not be read.
-        peak_bytes: [num_ranks] the most that each rank has had of its device since its start, or of a host's memory.
-        facts: `grad_norm` and `learning_rate`, if the script says them, and `mfu`, the share of all devices' peak that
-            the model's arithmetic came to, if the peak is known.
+        timings: [num_ranks] micro-batches that each rank ran, in order.
+        seconds: wall-clock time between the ends of the previous step and this one, on rank 0.
+        loss: summed token loss / tokens of the global batch; NaN if unknown.
+        warm_up: whether this is the first step after a start, which includes compilation, caches and connections.
+        bad_rows: manifest rows not trained because a picture could not be read.
+        peak_bytes: [num_ranks] peak device memory since the start, or host memory on CPUs.
+        facts: `grad_norm` and `learning_rate`, if the script reports them, and `mfu` (model FLOPs utilization), if the
+            devices' peak is known.
     """
     busy = [sum(took for _, _, took in of_rank) for of_rank in timings]
     ranks = [
@@ -73,7 +73,7 @@ def step_record(
         **{name: _finite(facts.get(name)) for name in ("grad_norm", "learning_rate", "mfu")},
         "seconds": seconds,
         "predicted_seconds": plan.makespan_seconds,
-        # Waiting, gradient reduction and the optimizer.
+        # Includes gradient reduction and the optimizer.
         "idle_fraction": max(0.0, 1.0 - sum(busy) / (len(busy) * seconds)),
         "warm_up": warm_up,
         "tokens_per_second": tokens / seconds,
@@ -84,7 +84,7 @@ def step_record(
 
 
 def _planned_timing(plan: StepPlan, order: int, start: float, took: float) -> TimingRecord:
-    """Return a measured micro-batch with its planned seconds."""
+    """Return the timing of a micro-batch with its planned seconds."""
     return TimingRecord(
         order=order,
         degree=int(plan.degrees[order]),
@@ -96,13 +96,13 @@ def _planned_timing(plan: StepPlan, order: int, start: float, took: float) -> Ti
 
 
 def evaluation_record(step: int, *, seconds: float, buckets: Sequence[tuple[int, int, float]]) -> dict[str, Any]:
-    """Return the `eval` record of the losses of held-out rows after a step.
+    """Return the `eval` record of an evaluation on held-out rows.
 
     Args:
-        step: the optimizer step after which they were computed.
+        step: optimizer step after which it ran.
         seconds: wall-clock time on rank 0.
-        buckets: by length of the sequences, shortest first, those with learned tokens only: the most tokens of such a
-            sequence (the fewest are more than half as many), their learned tokens, and the sum of these tokens' losses.
+        buckets: (length limit, trained tokens, summed loss) by sequence length, ascending, without empty buckets;
+            lengths in a bucket exceed half of its limit.
     """
     tokens = sum(learned for _, learned, _ in buckets)
     return {
@@ -119,12 +119,12 @@ def evaluation_record(step: int, *, seconds: float, buckets: Sequence[tuple[int,
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: a loss that ran away is written as null."""
+    """Return None for NaN and infinity, which JSON lacks."""
     return None if value is None or not math.isfinite(value) else value
 
 
 class MetricsWriter:
-    """Appends records to the file of a run; one whole, flushed line each."""
+    """Appends records to a metrics file, each as a flushed line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,7 +139,7 @@ class MetricsWriter:
         self._file.flush()
 
     def sync(self) -> None:
-        """Flush the records to disk, before a checkpoint of the same steps."""
+        """Flush records to disk; called before a checkpoint of the same steps."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -147,9 +147,9 @@ class MetricsWriter:
 
 
 def drop_steps_from(path: Path, first_step: int) -> None:
-    """Remove the records of steps >= `first_step`, and a last line cut short by a kill, before a resumed run appends.
+    """Remove records of steps >= `first_step` and a truncated last line, before a resumed run appends.
 
-    A missing file is left missing.
+    Does nothing if the file is missing.
     """
     if not path.is_file():
         return
@@ -162,7 +162,7 @@ def drop_steps_from(path: Path, first_step: int) -> None:
 
 
 def records_of(path: Path) -> Iterator[tuple[str, MetricsRecord | None]]:
-    """Yield each line of a metrics file with its record; a last line that a kill cut short is skipped."""
+    """Yield (line, record) of a metrics file; a truncated last line is skipped."""
     try:
         with open_input(path, seekable=True) as file:
             for number, line in enumerate(bounded_lines(file), start=1):

@@ -1,7 +1,7 @@
-"""Reads the metrics of a run, step by step, in arrays, while the run is at work or afterwards.
+"""Reads a run's metrics step by step into arrays, during the run or afterwards.
 
-`open_run` reads gigabytes line by line and skips lines that a killed run damaged, `MetricsTail` follows a run from
-outside, and `read_metrics`, for fitting, refuses damage.
+`open_run` streams large files and skips lines damaged by a kill, `MetricsTail` follows a running job, and
+`read_metrics`, for fitting, raises on damage.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from fcp_cli.runs.metrics.metrics import FORMAT, records_of
 from fcp_cli.runs.metrics.metrics_record import MetricsRecord, RunRecord, StepRecord, parse_record
 from fcp_cli.words import counted, first_sentence
 
-_MADE_MEANWHILE = ""  # plan hash of a run that planned while it trained: its plan was not whole yet
+_MADE_MEANWHILE = ""  # plan hash of a run that plans while it trains: its plan is not complete yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStep:
-    """One measured step; entry i of each array is one micro-batch on one rank. Times count from the step's start.
+    """A measured step. Entry i of each array is a micro-batch on a rank; times count from the start of the step.
 
     Attributes:
         step: optimizer step.
         seconds, predicted_seconds: wall-clock time, and the plan's makespan.
-        tokens, loss, idle_fraction, warm_up: see the record; `loss` is None if it was not finite.
-        ranks, orders, degrees, pack_tokens: tell which micro-batch ran where.
-        planned_seconds, start_seconds, busy_seconds: the times of each micro-batch on each rank.
-        peak_bytes: [num_ranks] the most memory that each rank has had; empty if it was not measured.
+        tokens, loss, idle_fraction, warm_up: see `metrics.step_record`; `loss` is None if not finite.
+        ranks, orders, degrees, pack_tokens: rank, order in the step, degree and tokens of each entry.
+        planned_seconds, start_seconds, busy_seconds: planned duration, start and measured duration of each entry.
+        peak_bytes: [num_ranks] peak memory of each rank; empty if not measured.
     """
 
     step: int
@@ -62,7 +62,7 @@ _TIMING_FIELDS: Final = ("order", "degree", "tokens", "predicted_seconds", "star
 
 
 def run_step(record: StepRecord) -> RunStep:
-    """Return the arrays of a `step` record."""
+    """Convert a `step` record to arrays."""
     rows = [
         (rank["rank"], *(timing[name] for name in _TIMING_FIELDS))
         for rank in record["ranks"]
@@ -91,15 +91,15 @@ def run_step(record: StepRecord) -> RunStep:
 
 @dataclass(kw_only=True, slots=True)
 class RunFile:
-    """A metrics file, which has one `run` record per start of the run, and a record per step.
+    """A metrics file, with a `run` record per start and a record per step.
 
     Attributes:
         path: the file.
-        run: the first `run` record of the file; while `steps` reads on, the latest that it has passed.
-        plan_hash: if given, steps that followed other plans are skipped.
-        plan_steps: if given, steps outside of it are skipped.
-        problems: one line each, complete once `steps` has read to the end.
-        evaluations: step -> loss of the held-out rows after it; complete once `steps` has read to the end.
+        run: the first `run` record; while `steps` iterates, the latest one read.
+        plan_hash: if given, steps under other plans are skipped.
+        plan_steps: if given, other steps are skipped.
+        problems: one line per problem; complete once `steps` is exhausted.
+        evaluations: held-out loss by step; complete once `steps` is exhausted.
     """
 
     path: Path
@@ -118,7 +118,7 @@ class RunFile:
         return self.run["ranks_per_node"]
 
     def steps(self, *, every: int = 1) -> Iterator[RunStep]:
-        """Yield the steps in the file's order; with `every` = k only each k-th is parsed."""
+        """Yield the steps in file order; with `every` = k, only each k-th is parsed."""
         self.problems.clear()
         self.evaluations.clear()
         damaged: list[int] = []
@@ -149,7 +149,7 @@ class RunFile:
         self._report(damaged, left_out, found)
 
     def _record(self, line: str) -> MetricsRecord | None:
-        """Return the record of a line."""
+        """Parse a line; ValueError if it is damaged."""
         record = parse_record(line)
         if record is None or record["kind"] != "step":
             return record
@@ -167,9 +167,9 @@ class RunFile:
     def _report(self, damaged: list[int], left_out: Counter[str], found: int) -> None:
         if damaged:
             where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-            self.problems.append(f"{self.path}: {where} cut short or damaged; left out")
+            self.problems.append(f"{self.path}: {where} truncated or damaged; skipped")
         for reason, count in left_out.items():
-            self.problems.append(f"{self.path}: left out {counted(count, 'step')}: {reason}")
+            self.problems.append(f"{self.path}: skipped {counted(count, 'step')}: {reason}")
         if not found:
             self.problems.append(f"{self.path} has no finished steps yet")
 
@@ -178,8 +178,8 @@ def open_run(path: Path, *, plan: PlanMetadata | None = None) -> RunFile:
     """Open the metrics of a run.
 
     Args:
-        path: metrics.jsonl, or the run's folder.
-        plan: the plan that the pictures are of.
+        path: metrics.jsonl, or the run directory.
+        plan: if given, only its steps are read.
     """
     name, path = path, metrics_path(path)
     if mistaken := another_kind(path, "metrics"):
@@ -192,12 +192,12 @@ def open_run(path: Path, *, plan: PlanMetadata | None = None) -> RunFile:
         run.plan_hash, run.plan_steps = plan.plan_hash, range(plan.first_step, plan.end_step)
         if not {plan.plan_hash, _MADE_MEANWHILE} & set(_plan_hashes(path)):
             theirs = str(run.run.get("plan_hash"))[:12]
-            raise RunError(f"{path} is of another plan: its hash is {theirs}, this plan's {plan.plan_hash[:12]}")
+            raise RunError(f"{path} is of another plan: its hash is {theirs}, but this plan's is {plan.plan_hash[:12]}")
     return run
 
 
 def _first_start(path: Path) -> RunRecord:
-    """Return the record with which the metrics of a run begin."""
+    """Return the first record of a metrics file, which must be a `run` record."""
     try:
         _, first = next(_lines(path), (0, ""))
     except FileNotFoundError:
@@ -225,12 +225,12 @@ def _nothing_at(path: Path) -> str:
 
 
 def metrics_path(path: Path) -> Path:
-    """Return the metrics file of a run that was named by its folder, or the file itself."""
+    """Return the metrics file, given the file or its run directory."""
     return path / "metrics.jsonl" if path.is_dir() else path
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
-    """Return all records of a metrics file, in order; the first is of a start."""
+    """Return all records of a metrics file in order, beginning with a `run` record."""
     if mistaken := another_kind(path, "metrics"):
         raise RunError(mistaken)
     try:
@@ -241,20 +241,20 @@ def read_metrics(path: Path) -> list[MetricsRecord]:
 
 
 class MetricsTail:
-    """Follows the metrics of a run from outside.
+    """Follows the metrics of a running job.
 
     Attributes:
-        path: the path of the metrics file, which may not exist yet.
-        damaged: lines that were skipped so far because no run can have written them.
+        path: the metrics file, which may not exist yet.
+        damaged: number of invalid lines skipped so far.
     """
 
     def __init__(self, path: Path, *, since: str = "", joins_with: int | None = None) -> None:
         """Follow a metrics file.
 
         Args:
-            path: the path of the file.
-            since: ISO time; records of a start before it are passed over: a resumed run keeps those of the first.
-            joins_with: most steps to parse on joining, the latest ones, so that it is quick late in a run.
+            path: the metrics file.
+            since: ISO time; records of earlier starts are skipped, since a resumed run keeps them.
+            joins_with: number of latest steps to parse at first, so that joining a long run is fast.
         """
         self.path = path
         self.damaged = 0
@@ -264,9 +264,9 @@ class MetricsTail:
         self._is_live = False
 
     def poll(self) -> list[MetricsRecord]:
-        """Return the whole records since the last call, oldest first, without damaged lines.
+        """Return the complete records since the last call, oldest first, without damaged lines.
 
-        Of several new starts only the latest counts, with its steps.
+        If there are several new starts, only the latest and its steps are returned.
         """
         records: list[MetricsRecord] = []
         for line in self._latest_lines():
@@ -282,7 +282,7 @@ class MetricsTail:
         return records
 
     def _latest_lines(self) -> list[bytes]:
-        """Return the new line of the latest start, if any, and the lines of the steps after it."""
+        """Return the line of the latest start, if it is new, and the lines of later steps."""
         try:
             return self._new_lines()
         except OSError as error:
@@ -308,7 +308,7 @@ class MetricsTail:
 
 
 def _plan_hashes(path: Path) -> set[str]:
-    """Return the plan hash of every start of the run: a resumed one may have been given another plan."""
+    """Return the plan hashes of all starts: a resumed run may follow another plan."""
     hashes = set()
     for _, line in _lines(path):
         if '"kind":"run"' in line or '"kind": "run"' in line:

@@ -1,4 +1,4 @@
-"""The records of a run's metrics as values: every reader parses lines here, and nothing behind it checks again."""
+"""Validated metrics records: all readers parse lines here, and need not check values again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from msgspec import Meta
 from fcp_cli.reading.documents import decode_record, decode_shape
 from fcp_cli.validation import NonNegative, Positive, RankCount, require_shape
 
-# Exact as a float, too: arrays hold these values as either.
+# Exact as a float: arrays store these values as either.
 WholeNumber = Annotated[int, Meta(ge=0, le=1 << 53, description="a whole number of at least 0")]
 
 
 class TimingRecord(TypedDict):
-    """A micro-batch on one rank: its predicted seconds, and the measured ones, counted from the start of the step."""
+    """A micro-batch on a rank: predicted and measured seconds, the latter from the start of the step."""
 
     order: WholeNumber
     degree: RankCount
@@ -32,7 +32,7 @@ class _Rank(TypedDict):
 
 
 class RankRecord(_Rank, total=False):
-    """A rank in one step; earlier versions wrote no memory."""
+    """A rank in a step; earlier versions recorded no memory."""
 
     busy_seconds: NonNegative
     peak_memory_bytes: WholeNumber | None
@@ -62,7 +62,7 @@ class StepRecord(_Step, total=False):
 
 
 class BucketRecord(TypedDict):
-    """The held-out sequences of similar length."""
+    """Held-out sequences of similar length."""
 
     up_to_tokens: WholeNumber
     tokens: WholeNumber
@@ -87,7 +87,7 @@ class _Run(TypedDict):
 
 
 class RunRecord(_Run, total=False):
-    """A start of the run, with the facts that are read; it holds more, which are only shown."""
+    """A start of the run, with the fields that are read; files hold more, for display only."""
 
     format: str
     plan: str
@@ -104,19 +104,19 @@ class RunRecord(_Run, total=False):
 
 
 MetricsRecord = RunRecord | StepRecord | EvalRecord
-_KIND_WITHIN: Final = 40  # bytes; every writer of ours begins with it
+_KIND_WITHIN: Final = 40  # bytes; all our writers put it first
 _STEP: Final = re.compile(rb'"kind": ?"step"')
 _SHAPES: Final[dict[str, Any]] = {"run": RunRecord, "step": StepRecord, "eval": EvalRecord}
 
 
 def parse_record(line: str | bytes) -> MetricsRecord | None:
-    """Return the record of a line, or None for kinds that later versions may write."""
+    """Parse a line; return None for kinds that only later versions know."""
     head = line[:_KIND_WITHIN] if isinstance(line, bytes) else line[:_KIND_WITHIN].encode(errors="replace")
     if _STEP.search(head):
-        return decode_shape(line, StepRecord)  # it has a value for every rank: neither is read twice
+        return decode_shape(line, StepRecord)  # large: has values for every rank, so validate while parsing
     record = decode_record(line)
     if not isinstance(record, dict) or not isinstance(kind := record.get("kind"), str):
-        raise ValueError("it is no record")
+        raise ValueError("it is not a record")
     if kind not in _SHAPES:
         return None
     require_shape(record, _SHAPES[kind])

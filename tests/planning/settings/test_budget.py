@@ -60,7 +60,7 @@ def test_the_report_says_what_the_budget_takes() -> None:
     memory = planned_memory(PLANNED, peers=4)
     assert memory is not None
     sentence = memory_sentence(PLANNED, memory)
-    assert sentence.startswith("By the memory model of qwen3-8b, a rank with the whole token budget takes ")
+    assert sentence.startswith("By the memory model of qwen3-8b, a rank at its full token budget takes ")
     assert "GB under ZeRO-3, bf16, selective recomputation, chunked loss, sharded over 8 ranks: " in sentence
     assert planned_memory(plan_metadata(), peers=4) is None
 
