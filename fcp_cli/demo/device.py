@@ -1,8 +1,8 @@
-"""A device and links that take as long as a cost profile says, and the model, kernel and transport that go with them.
+"""A simulated device and links paced by a cost profile, with a matching model, kernel and transport.
 
-Sleeps stand for matrices, attention and the fixed cost of a micro-batch, and delay messages that gloo delivers sooner
-than the profile's link would. Real are the plan's cursor, the loader, rings and their hops over gloo with keys, values
-and their gradients (a small head), the waits between ranks, and the sum of gradients.
+Sleeps replace matrices, attention and the fixed cost of a micro-batch, and delay messages that gloo delivers faster
+than the profile's links. Everything else is real: plan cursor, loader, rings with their gloo hops of keys, values and
+gradients (of a small head), waits between ranks, and gradient reduction.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import current_ring
 
 LAYERS, HEAD_DIM = 2, 8
-MATRICES_BACKWARD = 2.0  # forwards
-# In bf16 K and V forward and again backward, and with them dK and dV in fp32: in these shares as of any model in bf16.
+MATRICES_BACKWARD = 2.0  # in multiples of forward
+# K and V in bf16 forward and again backward, plus dK and dV in fp32: as in any bf16 model.
 RING_BYTES_PER_TOKEN = LAYERS * 2 * HEAD_DIM * (2 + 2 + 4)
 _MESSAGES_PER_HOP = 2 * LAYERS
-_ARRIVED_SECONDS = 1e-3  # a wait that is over sooner had nothing to wait for
+_ARRIVED_SECONDS = 1e-3  # a shorter wait did not block
 
 
 class Device:
-    """Runs work in order, as an accelerator's stream does; the host sleeps until it is done.
+    """Runs work in order, like an accelerator stream; the host sleeps until it is done.
 
-    The host prepares the next work while the device is busy, so preparation that is shorter costs nothing.
-    A sleep that ends late makes no work longer.
+    The host prepares the next work while the device is busy, so shorter preparation is free. Oversleeping does not
+    lengthen work.
     """
 
     def __init__(self) -> None:
@@ -46,19 +46,19 @@ class Device:
         self._last_seconds = 0.0
 
     def run(self, seconds: float) -> None:
-        """Take so many seconds, from when all before is done."""
+        """Occupy the device for `seconds` after all earlier work."""
         begin = max(self._free_at, time.perf_counter() - self._last_seconds)
         self._free_at, self._last_seconds = begin + seconds, seconds
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
 
     def hold(self, until: float) -> None:
-        """Begin no further work before a moment of `time.perf_counter`, when the host learns of it."""
+        """Start no further work before `until` (`time.perf_counter`)."""
         self._free_at, self._last_seconds = max(self._free_at, until), 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PacedKernel:
-    """Attention kernel that sleeps for its share of the profile's seconds, by its pairs of tokens."""
+    """Attention kernel that sleeps for the profile's time of its token pairs."""
 
     device: Device
     coefficients: Coefficients
@@ -75,32 +75,32 @@ class PacedKernel:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
     def _run(self, segments: Segments, forwards: float, chunk_bytes: float) -> None:
-        # The profile's seconds are per length squared, of which the causal half are pairs.
+        # The profile's seconds are per squared length, of which a causal mask has half as pairs.
         pairs = 2.0 * self.coefficients.attention_seconds_per_token2 * pairs_of(segments)
         seconds = pairs * forwards / (1.0 + ATTENTION_BACKWARD)
         current = current_ring.get()
-        if current is not None and not segments.causal:  # a hop, which adds to the member's result
+        if current is not None and not segments.causal:  # a ring hop, which adds to a result
             chunk = self.coefficients.chunk_seconds_per_token * current.tokens
             seconds += chunk * chunk_bytes / (CHUNK_BYTES_FORWARD + CHUNK_BYTES_BACKWARD)
         self.device.run(seconds / LAYERS)
 
 
 def pairs_of(segments: Segments) -> float:
-    """Return the pairs of a query and a key that it sees, half of them under a causal mask."""
+    """Return the number of (query, key) pairs; a causal mask has half."""
     pairs = sum(q * k for q, k in zip(segments.q_lengths, segments.k_lengths, strict=True))
     return pairs / 2 if segments.causal else float(pairs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """Seconds of a message over a profile's links; its bytes stand for those of the profile's model."""
+    """Message times over a profile's links; bytes are scaled to the profile's model."""
 
     profile: CostProfile
     rank: int
     ranks_per_node: int
 
     def seconds(self, size: int, to: int) -> float:
-        """Return the seconds of a message of `size` bytes to a rank of this node or of another."""
+        """Return the time of a message of `size` bytes to a rank."""
         c, bandwidth = self.profile.coefficients, self.profile.bandwidth
         is_near = to // self.ranks_per_node == self.rank // self.ranks_per_node
         rate = bandwidth.intra_node if is_near else bandwidth.inter_node
@@ -108,7 +108,7 @@ class Links:
 
 
 class PacedTransport:
-    """A real transport, whose messages arrive as late as links would deliver them; then the device continues."""
+    """A real transport whose messages arrive no earlier than over the profile's links."""
 
     def __init__(self, transport: Transport, device: Device, links: Links) -> None:
         self._transport, self._device, self._links = transport, device, links
@@ -141,7 +141,7 @@ class _PacedHop:
 
 
 class PacedModel(nn.Module):
-    """Layers of slept matrices and attention over a real ring, with one key/value head of few numbers."""
+    """Layers of simulated matrices and attention over a real ring, with one small key/value head."""
 
     def __init__(self, device: Device, coefficients: Coefficients) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class _Matrices(torch.autograd.Function):
 
 @contextmanager
 def attention_on(device: Device, coefficients: Coefficients) -> Iterator[None]:
-    """Let rings of this process compute on a paced device."""
+    """Context manager: run the rings of this process on a paced device."""
     kernel: AttentionKernel = PacedKernel(device, coefficients)
     with mock.patch.object(ring_passes, "select_kernel", lambda device_type, dtype: kernel):
         yield

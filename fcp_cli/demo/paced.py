@@ -1,9 +1,8 @@
-"""Step times in wall time on ranks that lend each other no cores: several strategies on the same work.
+"""Measures step times of several strategies on paced ranks, which do not compete for cores.
 
-Each rank is a process of the real runtime, on a device that computes nothing and sleeps the seconds of Qwen3-8B on
-H200s in nodes of four, as `fcp profile --analytic` computes them, times `PacedWork.slower`. Its keys, values and
-gradients travel over gloo, and arrive no sooner than over that cluster's links (`device`). Plans are made without
-torch.
+Each rank is a process of the real runtime. Its device only sleeps, for the seconds of Qwen3-8B on H200s in nodes of
+four (from `fcp profile --analytic`) times `PacedWork.slower`. Keys, values and gradients are sent over gloo and arrive
+no earlier than over that cluster's links (see `device`). Planning does not need torch.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class PacedWork:
     """The first steps of a table of lengths; longer sequences are dropped.
 
     Attributes:
-        sequences_per_rank: the sequences per rank of a step.
-        slower: factor on all seconds of the profile, so that a hop over gloo is short in comparison.
+        sequences_per_rank: sequences per rank and step.
+        slower: factor on all times of the profile, so that a gloo hop is short in comparison.
     """
 
     table: LengthTable
@@ -58,24 +57,24 @@ class PacedWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PacedSteps:
-    """The measured steps of one plan, in order, without the warm-up step."""
+    """Measured steps of a plan, in order, without warm-up."""
 
     plan: Path
     steps: tuple[RunStep, ...]
 
     @property
     def predicted_seconds(self) -> float:
-        """Return the mean of a step."""
+        """Mean predicted step time."""
         return float(np.mean([step.predicted_seconds for step in self.steps]))
 
     @property
     def measured_seconds(self) -> float:
-        """Return the mean seconds that steps took on rank 0, each to its last optimizer step."""
+        """Mean measured step time on rank 0, including the optimizer step."""
         return float(np.mean([step.seconds for step in self.steps]))
 
 
 def library_table() -> LengthTable:
-    """Return the lengths of the .py files of Python's standard library, a token per byte."""
+    """Return the lengths of the .py files of Python's standard library, with a token per byte."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
     sizes = np.array([path.stat().st_size for path in files], dtype=np.int64)
@@ -83,7 +82,7 @@ def library_table() -> LengthTable:
 
 
 def paced_profile(num_ranks: int, slower: float) -> CostProfile:
-    """Return the computed profile of Qwen3-8B on H200s, `slower` times as slow, without costs at the end of a step."""
+    """Return the computed profile of Qwen3-8B on H200s, slowed down by `slower`, without end-of-step costs."""
     computed = analytic_profile(
         load_model("qwen3-8b"), load_cluster("h200-8x8"), recipe=Recipe(), sync="iteration", ranks=num_ranks
     )
@@ -102,7 +101,7 @@ def paced_profile(num_ranks: int, slower: float) -> CostProfile:
 
 
 def write_plans(folder: Path, work: PacedWork, *, num_ranks: int, strategies: Sequence[str]) -> dict[str, Path]:
-    """Plan the demo's sequences by each strategy; return the plan file of each."""
+    """Plan the sequences with each strategy; return the plan files."""
     problem = Problem(
         num_ranks=num_ranks,
         ranks_per_node=RANKS_PER_NODE,
@@ -127,11 +126,11 @@ def write_plans(folder: Path, work: PacedWork, *, num_ranks: int, strategies: Se
 
 
 def run(plans: Mapping[str, Path], *, num_ranks: int) -> dict[str, PacedSteps]:
-    """Follow the plans one after the other on paced ranks; strategy -> outcome."""
+    """Run the plans one after another on paced ranks; return the steps by strategy."""
     predicted = sum(step.makespan_seconds for path in plans.values() for step in PlanReader(path).steps())
     most = _START_SECONDS + _MOST_PER_PREDICTED * predicted
     command = [sys.executable, "-m", "fcp_cli.demo.ranks", str(num_ranks), *map(str, plans.values())]
-    # In a session of its own, so that Ctrl-C reaches this process alone, which then ends all ranks.
+    # In a separate session, so that Ctrl-C reaches only this process, which then kills all ranks.
     ranks = subprocess.Popen(command, env=without_settings(os.environ), start_new_session=True)
     try:
         status = ranks.wait(timeout=most)
@@ -147,22 +146,22 @@ def run(plans: Mapping[str, Path], *, num_ranks: int) -> dict[str, PacedSteps]:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the settings of fcp that somebody exported for a job of their own."""
+    """Return an environment without FCP_ settings, which may belong to another job."""
     return {name: value for name, value in environment.items() if not name.startswith("FCP_")}
 
 
 def metrics_of(plan: Path) -> Path:
-    """Return where a plan's run writes its metrics."""
+    """Return the metrics file of a plan's run."""
     return plan.with_suffix(".jsonl")
 
 
 def measured_steps(metrics: Path) -> tuple[RunStep, ...]:
-    """Return the steps of a run without the warm-up step, in which ranks connect."""
+    """Return the steps of a run without warm-up, in which ranks connect."""
     steps = (run_step(record) for record in read_metrics(metrics) if record["kind"] == "step")
     return tuple(step for step in steps if not step.warm_up)
 
 
 def typical_step(static: Sequence[float], ours: Sequence[float]) -> int:
-    """Return the index whose gain is nearest to that of all steps together; seconds per step."""
+    """Return the step whose gain is closest to the total gain, from seconds per step."""
     gains = np.asarray(static) / np.asarray(ours)
     return int(np.abs(gains - np.sum(static) / np.sum(ours)).argmin())

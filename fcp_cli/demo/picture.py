@@ -1,4 +1,4 @@
-"""One planned step as lines of text: a row per rank, a stroke per micro-batch, dots where a rank waits."""
+"""Draws a planned step as text: a row per rank, a bar per micro-batch, dots while a rank waits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from rich.text import Text
 
 from fcp_cli.plan.step import StepPlan
 
-_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")  # of degrees in ascending order, then again
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")  # by ascending degree, repeated
 
 
 def step_picture(
     step: StepPlan, num_ranks: int, *, columns: int, seconds: float, ascii_only: bool = False
 ) -> Iterator[Text]:
-    """Yield a line of text per rank: a bar for each micro-batch, which begins with its degree, and dots while idle.
+    """Yield a line per rank: a bar per micro-batch, which begins with its degree, and dots while idle.
 
     Args:
         step: the step to draw.
-        num_ranks: the ranks of its plan.
-        columns: width of a line; the first 3 are the rank's number.
-        seconds: the time that the other columns stand for; give several pictures the same, and they share a scale.
-        ascii_only: draw with - and . alone.
+        num_ranks: number of ranks of the plan.
+        columns: width of a line, including 3 for the rank number.
+        seconds: time span of the other columns; pictures with equal spans have the same scale.
+        ascii_only: draw only with - and .
     """
     line, dot = ("-", ".") if ascii_only else ("━", "·")
     scale = (columns - 3) / seconds

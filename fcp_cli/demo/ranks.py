@@ -1,8 +1,8 @@
-"""A job of paced ranks on this machine, which follow plans through the real runtime, over gloo.
+"""Runs paced ranks on this machine, which follow plans through the real runtime over gloo.
 
     python -m fcp_cli.demo.ranks NUM_RANKS PLAN [PLAN ...]
 
-The ranks are forked from one process that has imported PyTorch, so that sixteen cost little more than one.
+Ranks are forked from a process that has imported PyTorch, so that sixteen cost little more than one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIRST_PORT = 29_700
 
 
 def main(num_ranks: int, plans: Sequence[Path]) -> int:
-    """Follow the plans one after the other on every rank; return 1 as soon as a rank fails, with none left."""
+    """Run the plans one after another on all ranks; on the first failure kill all ranks and return 1."""
     port = free_ports(_FIRST_PORT, 1)
     ranks = {_fork(rank, num_ranks, port, plans) for rank in range(num_ranks)}
     while ranks:
@@ -64,7 +64,7 @@ def _run_rank(rank: int, num_ranks: int, port: int, plans: Sequence[Path]) -> No
     dist.init_process_group("gloo")
     for plan in plans:
         _follow(plan)
-    dist.barrier()  # rank 0 holds the store
+    dist.barrier()  # rank 0 hosts the store
     dist.destroy_process_group()
 
 

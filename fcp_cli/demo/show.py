@@ -1,7 +1,7 @@
-"""The parts of `fcp demo`, and the words between them.
+"""The parts of `fcp demo`, and the text between them.
 
-Plans and the picture need no extra. Paced ranks need PyTorch, the training transformers, and the page
-vl-convert-python: a part whose libraries are missing is named with the line that installs them.
+Plans and the picture need no extra. Paced ranks need PyTorch, training needs transformers, and the page needs
+vl-convert-python. For a part with missing libraries, the install command is printed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from fcp_cli.plan.file.reader import PlanReader
 RANKS, STEPS = 16, 3
 TOLERANCE = 1e-12
 _STATIC, _FCP = "static", "fcp"
-_MARK = ".fcp-demo"  # the file that tells a demo's folder from others
+_MARK = ".fcp-demo"  # marks a demo folder
 _WIDEST = 100
-_BUSY = 1.15  # measured / predicted, beyond which the machine had other work
+_BUSY = 1.15  # measured / predicted; above it, the machine had other load
 _MODULES = {"torch": ("torch", "scipy"), "hf": ("transformers", "tokenizers"), "report": ("vl_convert",)}
 _SKIPPED = {
     "torch": "the same steps in wall time, the proof of the gradients, and a training",
@@ -48,19 +48,19 @@ _SHOWN = (
 )
 _NOT_SHOWN = (
     "No GPU computed anything: part 2 slept 1.5 times the seconds that data sheets give for Qwen3-8B on H200s.",
-    "Messages went over gloo. No ring has run over NCCL or HCCL yet; fcp selftest is for the first node that has one.",
+    "Messages went over gloo. No ring has run over NCCL or HCCL yet; run fcp selftest on the first such node.",
     "The gain is of these lengths on these ranks. For yours: fcp compare LENGTHS --model qwen3-8b --cluster h200-8x8",
 )
 
 
 @dataclass(kw_only=True)
 class Demo:
-    """One demo.
+    """A run of the demo.
 
     Attributes:
-        folder: the folder of all its files.
-        console: the console that it prints on.
-        figures: its results, for `--json`.
+        folder: folder for its files.
+        console: output console.
+        figures: results for `--json`.
     """
 
     folder: Path
@@ -88,13 +88,13 @@ class Demo:
 
     @property
     def passed(self) -> bool:
-        """Whether no gradient differs from one process by more than the tolerance."""
+        """Whether all gradients match a single process within the tolerance."""
         return float(self.figures.get("gradient_difference", 0.0)) <= TOLERANCE
 
     def _plan(self) -> dict[str, Path]:
-        """Plan by the best static degree and by fcp, and draw a step of both; strategy -> plan."""
+        """Plan with the best static degree and with fcp, and draw a step of each; return the plans by strategy."""
         table = library_table()
-        # A second of the profile takes 1.5, and the longest files are dropped: steps of seconds, hops of milliseconds.
+        # Slowdown 1.5, without the longest files: steps take seconds and hops milliseconds.
         work = PacedWork(table=table, steps=STEPS, tokens_per_rank=4096, max_length=32_768, slower=1.5)
         plans = write_plans(self.folder, work, num_ranks=RANKS, strategies=(_STATIC, _FCP))
         static, ours = (list(PlanReader(plans[name]).steps()) for name in (_STATIC, _FCP))
@@ -119,10 +119,10 @@ class Demo:
         return plans
 
     def _pace(self, plans: dict[str, Path]) -> None:
-        """Follow both plans on paced ranks, and compare the seconds."""
+        """Run both plans on paced ranks, and compare the times."""
         self._title("2. The same steps in wall time")
         self._say(
-            f"{RANKS} processes follow both plans: their computation is slept; rings, messages and waiting are real. "
+            f"{RANKS} processes follow both plans: they sleep instead of computing; rings, messages and waiting are real. "
             "It takes about half a minute."
         )
         outcomes = run(plans, num_ranks=RANKS)
@@ -143,7 +143,7 @@ class Demo:
             )
 
     def _prove(self, plan: Path) -> None:
-        """Compare the gradients of the paced plan with one process."""
+        """Compare the gradients of the paced plan with a single process."""
         self._title("3. The same gradients")
         self._say("The plan of part 2 on a small model in fp64, lengths scaled down, against one process:")
         words = ("verify", "--plan", plan.name, "--steps", str(STEPS), "--json")
@@ -151,7 +151,7 @@ class Demo:
         self._add_difference(gradient_difference(run_fcp(self.folder, *words)))
 
     def _train(self) -> None:
-        """Train the tiny model by a plan of its own."""
+        """Train a tiny model with its own plan."""
         self._title("4. A training")
         self._say(
             f"A tiny model with random weights reads the library's sources on {TRAINED_RANKS} gloo ranks, by the "
@@ -176,7 +176,7 @@ class Demo:
 
     def _close(self, missing: list[str]) -> None:
         if "torch" in missing:
-            self._say(f"\nPredicted by the cost model: fcp is {self.figures['predicted_speedup']:.2f}x as quick.")
+            self._say(f"\nPredicted by the cost model: fcp is {self.figures['predicted_speedup']:.2f}x as fast.")
         else:
             self._title("Shown")
             self._list(_SHOWN)
@@ -202,7 +202,7 @@ class Demo:
             self._print(textwrap.fill(item, self._width, initial_indent="- ", subsequent_indent="  "))
 
     def _command(self, words: str) -> None:
-        """Print a command so that it can be typed again, over several lines if it is long."""
+        """Print a command in a form that can be typed, over several lines if it is long."""
         lines = textwrap.wrap(words, self._width - 8, break_long_words=False, break_on_hyphens=False)
         self._print("$ fcp " + " \\\n    ".join(lines), style="dim")
 
@@ -211,7 +211,7 @@ class Demo:
 
 
 def prepare(folder: Path) -> None:
-    """Make the demo's folder, or empty that of an earlier demo."""
+    """Create the demo folder, or empty an earlier demo's folder."""
     if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).is_file():
         raise UsageError(f"--output {folder} holds other files; name a folder for the demo alone")
     if folder.exists() and not folder.is_dir():

@@ -1,7 +1,6 @@
-"""The training of the demo: a tiny checkpoint, made on the spot, learns Python from the standard library's sources.
+"""Training part of the demo: a tiny new checkpoint is trained on the sources of Python's standard library.
 
-It runs the commands that a user would type in the demo's folder. Settings of fcp from the environment or an fcp.yaml
-are ignored.
+Runs the commands that a user would type in the demo folder. fcp settings from the environment or fcp.yaml are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _SIZES = {"ranks": RANKS, "ranks-per-node": RANKS, "tokens-per-rank": 512, "glob
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoLosses:
-    """Losses of the first and the last step, and the largest difference of a gradient from one process, in fp64."""
+    """First and last loss, and the largest gradient difference from a single process, in fp64."""
 
     first_loss: float
     last_loss: float
@@ -38,7 +37,7 @@ class DemoLosses:
 
 
 def train(folder: Path, say: Callable[[str], None]) -> DemoLosses:
-    """Make the checkpoint, measure texts, plan, verify and train; `say` is given each command before it runs."""
+    """Create a checkpoint, build a manifest, plan, verify and train; `say` is called with each command."""
     make_checkpoint(folder / "model")
 
     def fcp(*words: str) -> str:
@@ -59,12 +58,12 @@ def train(folder: Path, say: Callable[[str], None]) -> DemoLosses:
 
 
 def gradient_difference(document: str) -> float:
-    """Return the largest difference of a gradient, from the output of `fcp verify --json`."""
+    """Return the largest gradient difference in the output of `fcp verify --json`."""
     return max(float(step["gradient_difference"]) for step in decode_json(document)["steps"])
 
 
 def run_fcp(folder: Path, *words: str) -> str:
-    """Run a quiet `fcp` in a folder and return its standard output."""
+    """Run `fcp` quietly in a folder and return its standard output."""
     command = [sys.executable, "-m", "fcp_cli", "--no-config", "-q", *words]
     done = subprocess.run(command, cwd=folder, env=without_settings(os.environ), stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -73,7 +72,7 @@ def run_fcp(folder: Path, *words: str) -> str:
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Save a tiny random model, and a tokenizer trained on Python's standard library, as a Hugging Face checkpoint."""
+    """Save a tiny random model with a tokenizer trained on Python's standard library, as a Hugging Face checkpoint."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

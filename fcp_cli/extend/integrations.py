@@ -1,12 +1,11 @@
-"""Integrations of other packages: a `Hook` is called with a framework's module right after a rank has imported it.
+"""Third-party integrations: a `Hook` is called with a framework's module right after a rank imports it.
 
     [project.entry-points."fcp.integrations"]
     "my_framework.trainer" = "fcp_my_framework:hook"
 
-The entry point has the name of the module; its package is not imported before that module is. A hook usually replaces
-the function that trains by one that takes its micro-batches from `fcp_cli.runtime.steps`. If its models are those of
-transformers, it calls `prepare(model)` first. It raises `RunError` if it cannot follow the plan: the job then ends with
-that one line.
+The entry point's name is the module's name; the package is imported only after that module. A hook usually replaces the
+training function with one that takes micro-batches from `fcp_cli.runtime.steps`. For transformers models it calls
+`prepare(model)` first. If it cannot follow the plan, it raises `RunError`, and the job ends with that one-line message.
 """
 
 from typing import Any
@@ -18,9 +17,9 @@ __all__ = ["Hook", "RunError", "prepare"]
 
 
 def prepare(model: Any) -> None:
-    """Run the attention of a model of transformers on the ring of the current micro-batch.
+    """Make a transformers model run its attention on the ring of the current micro-batch.
 
-    Call it before the model is wrapped (DDP, `fully_shard`).
+    Call it before wrapping the model (DDP, `fully_shard`).
 
     Raises:
         RunError: rings cannot compute this model exactly.

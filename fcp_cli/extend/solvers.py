@@ -1,15 +1,16 @@
-"""Solvers of other packages: a factory takes the plan's global batches and returns a `Solver`.
+"""Third-party solvers: a factory takes the plan's global batches and returns a `Solver`.
 
     [project.entry-points."fcp.solvers"]
     longest-first = "longest_first:make_solver"
 
-A solver returns groups, packs and one global order, never times: seconds, idle rows, makespan and lower bound are
-computed from its answer by the same code for all solvers. Every answer is checked against the rules of a plan.
-`place_waves` turns waves of (degree, sequences) into an answer, `assignment_of` micro-batches on ranks of your choice
-(`Draft`); `packs_of` packs sequences that a group holds together; `work_on` gives the sequences' work, and their tokens
-with padding, on groups of some degree. Work / degree is about the seconds of a pack, without the ring and the fixed
-cost of a micro-batch; `makespan_seconds` prices an answer exactly. Tests take a batch from `batches_of`, and `assemble`
-checks an answer and prices it.
+A solver returns groups, packs and a global order, never times: common code computes seconds, idle rows, makespan and
+lower bound of every answer, and checks it against the rules of a plan.
+
+- `place_waves` turns waves of (degree, sequences) into an answer; `assignment_of` does so for micro-batches on chosen
+  ranks (`Draft`).
+- `packs_of` packs sequences for a group; `work_on` returns their work and padded tokens at a degree. Work / degree
+  approximates the seconds of a pack, without ring and fixed costs; `makespan_seconds` prices an answer exactly.
+- For tests, `batches_of` provides a batch, and `assemble` checks and prices an answer.
 """
 
 from fcp_cli.cost.model import Work

@@ -1,10 +1,10 @@
-"""Launch targets of other packages: a `Target` has the templates of a job's files, and the command that starts it.
+"""Third-party launch targets: a `Target` has templates of a job's files, and the command that starts the job.
 
     [project.entry-points."fcp.targets"]
     pbs = "fcp_pbs:TARGET"
 
-Templates are jinja2 with the variables of the shipped ones. `variable("NAME")` is a variable of the node's own shell,
-and `quote` or `kubernetes_word` quotes a word for the file.
+Templates are jinja2 with the variables of shipped targets. `variable("NAME")` refers to a shell variable on the node;
+`quote` and `kubernetes_word` quote a word for the file.
 """
 
 from fcp_cli.launching.job.job import Job

@@ -78,7 +78,7 @@ class Facts:
         has_hccl: whether libhccl.so is found.
         open_files: limit on open files and sockets of a process; 0 if unknown.
         variables: environment variables that affect how a job starts or communicates.
-        master_addresses, master_is_here: addresses of node 0, and whether it is this machine, if there are several nodes.
+        master_addresses, master_is_here: addresses of node 0, and whether it is this machine, for several nodes.
         way_problem: why this node cannot reach node 0, or "".
         port_problem: why node 0 cannot listen on the rendezvous port, or "".
         hosts_here: indices of the job's hosts that are this machine.

@@ -1,6 +1,4 @@
-"""Process trees through /proc: torchrun's ranks lead their own sessions, so a process group kill does not reach them.
-
-"""
+"""Process trees through /proc: torchrun's ranks lead their own sessions, so killing a process group misses them."""
 
 from __future__ import annotations
 

@@ -65,9 +65,9 @@ class ClusterSpec:
         intra_node_bytes_per_second, inter_node_bytes_per_second: unidirectional point-to-point bandwidth in a ring.
         message_seconds: fixed cost of a message between ring neighbours, per layer and direction.
         microbatch_seconds: fixed cost of a forward and backward pass of any model; None: use `operation_seconds`.
-        operation_seconds: host time to launch an operation; `profiling.computed.host` counts a micro-batch's operations.
-        links_per_node: network links shared by a node's devices, each with `inter_node_bytes_per_second`; None: unknown,
-            so that contention is not priced.
+        operation_seconds: host time to launch an operation; `profiling.computed.host` counts operations.
+        links_per_node: network links shared by a node's devices, each with `inter_node_bytes_per_second`; None:
+            unknown, so contention is not priced.
         memory_bytes_per_second: device memory bandwidth; None: unknown and not priced.
         sources: origin of each value; `assumed` if not measured.
     """

@@ -1,6 +1,6 @@
-"""The weights of a Hugging Face checkpoint folder, found and checked without torch: safetensors alone.
+"""Finds and checks the weights of a Hugging Face checkpoint folder without torch.
 
-Nothing that such a file holds can run.
+Reads only safetensors, which cannot run code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Context of every check: this rank, its device, the others, and the sizes of this run."""
+"""Context of the checks: this rank, its device, the other ranks, and test sizes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fcp_cli.selftest.settings import Settings
 
 
 class Bench:
-    """Environment of one rank of the self-test.
+    """Context of a rank in the self-test.
 
     Attributes:
-        dtype: type of attention on the device: bf16, on a CPU fp32.
-        degrees: ring degrees to test, up to 8.
-        sharers: ranks whose device is the same, the cores of a host; 1 if each has its own.
-        kernels: attention kernels that all ranks' devices can run; (None,) if a device has one alone.
-        unavailable: the other kernels, and why this rank cannot run them, or that another cannot.
+        dtype: attention dtype: bf16 on accelerators, fp32 on a CPU.
+        degrees: ring degrees to test, at most 8.
+        sharers: number of ranks that share a CPU host; 1 if each rank has its own device.
+        kernels: attention kernels available on all ranks; (None,) if the device has a single one.
+        unavailable: why this or another rank cannot run a kernel, by kernel.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
@@ -51,13 +51,13 @@ class Bench:
         return self.world.rank == 0
 
     def begin(self, action: str) -> None:
-        """Announce the next action, so that a hang can be named."""
+        """Record the next action, so that a hang can be located."""
         if self.is_first:
             self.settings.diary.begin(action)
 
     @contextmanager
     def running(self, kernel: KernelName | None) -> Iterator[None]:
-        """Run attention on a kernel within a block, as far as it takes the calls; None: on the device's only one."""
+        """Prefer an attention kernel within the block; None: the device's only one."""
         if kernel is None:
             yield
             return

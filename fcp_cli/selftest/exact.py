@@ -1,4 +1,4 @@
-"""Attention in fp64 as its formula says, and how far a kernel is from it."""
+"""Reference attention in fp64, and the error of a kernel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 2e-6}
-"""Largest relative L2 error of one device alone."""
+"""Maximum relative L2 error of a single device."""
 
 
 class Attended(NamedTuple):
-    """Result of one attention call: its output, [1, H, T, D], and the gradients of its three inputs."""
+    """Result of an attention call: output [1, H, T, D] and gradients of the three inputs."""
 
     out: Tensor
     dq: Tensor
@@ -23,7 +23,7 @@ class Attended(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One call: heads and their size, and the sequences of its pack."""
+    """An attention call: heads, head size, and sequence lengths of its pack."""
 
     heads: int
     kv_heads: int
@@ -35,13 +35,12 @@ class Case:
         return sum(self.lengths)
 
     def describe(self) -> str:
-        """Return the case in a few words."""
         pack = f"{len(self.lengths)} sequences" if len(self.lengths) > 1 else f"length {self.tokens}"
         return f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {pack}"
 
 
 class Drawn(NamedTuple):
-    """Inputs and the gradient of the output, [1, heads, T, D]; the same on every rank."""
+    """Inputs and output gradient [1, heads, T, D]; equal on every rank."""
 
     q: Tensor
     k: Tensor
@@ -53,7 +52,7 @@ class Drawn(NamedTuple):
 
 
 def draw(case: Case, dtype: torch.dtype, device: torch.device) -> Drawn:
-    """Draw a case's inputs, rounded to the type."""
+    """Draw a case's inputs at random, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(case.tokens)
     sizes = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     shapes = [(1, heads, case.tokens, case.head_size) for heads in sizes]
@@ -61,7 +60,7 @@ def draw(case: Case, dtype: torch.dtype, device: torch.device) -> Drawn:
 
 
 def exact(case: Case, drawn: Drawn) -> Attended:
-    """Compute a case in fp64, one sequence after the other; the result is in the host's memory."""
+    """Compute a case in fp64, sequence by sequence; the result is on the CPU."""
     q, k, v, dout = (_in_fp64(tensor) for tensor in drawn)
     sequences = zip(*(torch.split(tensor, list(case.lengths), dim=2) for tensor in (q, k, v, dout)), strict=True)
     pieces = [_one_sequence(*parts) for parts in sequences]
@@ -84,13 +83,13 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Attended:
 
 
 def squares(found: Attended, wanted: Attended) -> list[float]:
-    """Return the sums of squares of (found - wanted) and of wanted, over all four tensors: they add up over ranks."""
+    """Return sum((found - wanted)^2) and sum(wanted^2) over all tensors; these sums add up over ranks."""
     pairs = [(a.cpu().to(torch.float64), b) for a, b in zip(found, wanted, strict=True)]
     differences = sum(float((a - b).square().sum()) for a, b in pairs)
     return [differences, sum(float(tensor.square().sum()) for tensor in wanted)]
 
 
 def relative(sums: list[list[float]]) -> float:
-    """Return the relative L2 error over several ranks."""
+    """Return the relative L2 error from the sums of several ranks."""
     differences, sizes = (sum(row[column] for row in sums) for column in (0, 1))
     return float((differences / sizes) ** 0.5) if sizes else 0.0

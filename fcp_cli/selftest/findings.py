@@ -1,4 +1,4 @@
-"""Findings of checks: their text in an issue, and their way from the ranks to the parent process."""
+"""Findings of checks: their text for an issue, and their transfer from the ranks to the parent process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fcp_cli.reading.documents import decode_json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The outcome of one check.
+    """Result of a check.
 
     Attributes:
-        name: the name of the check.
-        passed: None if there is nothing to pass: figures of this machine.
-        lines: the lines for the block, one sentence or figure each.
-        figures: the figures for the JSON document.
+        name: name of the check.
+        passed: whether it passed; None if it only measures.
+        lines: lines of the text report.
+        figures: values for the JSON document.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelftestReport:
-    """All findings of one run."""
+    """All findings of a run."""
 
     date: str
     findings: tuple[Finding, ...]
@@ -42,7 +42,7 @@ class SelftestReport:
         return [finding.name for finding in self.findings if finding.passed is False]
 
     def document(self) -> dict[str, Any]:
-        """Return the report as JSON holds it."""
+        """Return the report as a JSON document."""
         return {
             "fcp": __version__,
             "date": self.date,
@@ -51,7 +51,7 @@ class SelftestReport:
         }
 
     def block(self) -> str:
-        """Return the report as one block of text, to paste into an issue."""
+        """Return the report as text to paste into an issue."""
         verdict = f"FAILED: {', '.join(self.failed)}" if self.failed else "passed"
         lines = [f"fcp selftest {__version__}, {self.date}: {verdict}"]
         for finding in self.findings:
@@ -63,18 +63,18 @@ class SelftestReport:
 
 
 def now() -> str:
-    """Return the time of a report."""
+    """Return the current time for a report."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """Entries of rank 0's diary so far.
+    """State of rank 0's diary.
 
     Attributes:
-        findings: the findings of the checks that have ended.
-        current: the check, or the case of it, that runs now; "" before the first and after the last.
-        finished: all checks have ended.
+        findings: findings of finished checks.
+        current: running check or case; "" before the first and after the last.
+        finished: whether all checks have finished.
     """
 
     findings: tuple[Finding, ...]
@@ -83,7 +83,7 @@ class Progress:
 
 
 class Diary:
-    """The file in which rank 0 records its actions, line by line, so that a hang leaves the ones before it."""
+    """Log of rank 0's actions, line by line, so that after a hang the last action is known."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +102,7 @@ class Diary:
             file.write(json.dumps(line) + "\n")
 
     def read(self) -> Progress:
-        """Read the whole lines; a last line still being written is skipped."""
+        """Read all complete lines; a partial last line is skipped."""
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         whole = text[: text.rfind("\n") + 1]
         return _progress([decode_json(line) for line in whole.splitlines()])

@@ -1,4 +1,4 @@
-"""The options of `fcp selftest`."""
+"""Command-line options of `fcp selftest`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_CPU_RANKS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelftestRequest:
-    """Where to test, and how long."""
+    """Options of `fcp selftest`."""
 
     device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("Device to test.")] = "auto"
     ranks: Annotated[
@@ -33,12 +33,12 @@ class SelftestRequest:
     limit: Annotated[float, Opt("Seconds that a check may take before it counts as a hang.", min=1, max=MOST_WAIT)] = (
         180.0
     )
-    output: Annotated[Path, Opt("File for the whole report.", flags=("--output", "-o"), trust="writes")] = OUTPUT
+    output: Annotated[Path, Opt("File for the full report.", flags=("--output", "-o"), trust="writes")] = OUTPUT
     json: Annotated[bool, Opt("Print the report as one JSON document on stdout.")] = False
 
 
 def profile_request(request: SelftestRequest, samples: Path) -> ProfileRequest:
-    """Return the packs to time: a model, the longest pack and the minutes, by device and by `--quick`."""
+    """Return the profiling request for timing packs, by device and `--quick`."""
     from fcp_cli.machine.devices import find_machine
     from fcp_cli.profiling.options import ProfileRequest
 

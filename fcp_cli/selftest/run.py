@@ -1,4 +1,4 @@
-"""Starts the ranks of a test and watches over them: a check that does not end is a finding, not a hang."""
+"""Starts and monitors the ranks of a test: a check that hangs becomes a finding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fcp_cli.selftest.findings import Finding, Progress, SelftestReport, now
 from fcp_cli.selftest.settings import Settings
 
 _POLL_SECONDS = 0.2
-_STACKS_SECONDS = 2.0  # for ranks that hang to say where
+_STACKS_SECONDS = 2.0  # for hanging ranks to write their stacks
 _STACK_LINES = 200
 WORKER = ("-m", "fcp_cli.selftest.worker")
 
@@ -33,11 +33,11 @@ def run_selftest(
     """Run all checks on this node's ranks and return their findings.
 
     Args:
-        settings: the settings of the ranks; its folder holds the request of the packs.
-        ranks: processes.
-        environment: variables that a job would get, on top of this process's.
-        limit_seconds: the limit seconds that a check, or a case of one, may take.
-        on_progress: called with the name of each check as it begins.
+        settings: settings of the ranks; its folder has the measurement request.
+        ranks: number of processes.
+        environment: job variables, on top of this process's environment.
+        limit_seconds: time limit of a check or of a case.
+        on_progress: called with the name of each check when it starts.
     """
     argv = [*torchrun_argv(ranks), *WORKER, str(settings.write())]
     return watch(settings, argv, environment=environment, limit_seconds=limit_seconds, on_progress=on_progress)
@@ -51,13 +51,13 @@ def watch(
     limit_seconds: float,
     on_progress: Callable[[str], None],
 ) -> SelftestReport:
-    """Run the program of the checks and report what it found; end it if it hangs.
+    """Run the program with the checks and report its findings; kill it if it hangs.
 
     Args:
-        settings: name the folder, and the diary to which the program writes its progress.
-        argv, environment: the program, and variables that it gets besides those of this process.
-        limit_seconds: how long the program may make no progress.
-        on_progress: is given what the program is at, when that changes.
+        settings: names the folder and the diary of the program.
+        argv, environment: the program, and variables on top of this process's environment.
+        limit_seconds: maximum time without progress.
+        on_progress: called with each new check.
     """
     log = settings.folder / "ranks.log"
     with log.open("wb") as output:
@@ -80,7 +80,7 @@ def _hangs(
     limit_seconds: float,
     on_progress: Callable[[str], None],
 ) -> bool:
-    """Wait for the end; return True if the diary stopped growing before it."""
+    """Wait for the process to end; return True if its diary stopped growing."""
     heard, told, shown = time.monotonic(), 0, ""
     while process.poll() is None:
         size = _told(settings)
@@ -98,13 +98,13 @@ def _hangs(
 
 
 def _told(settings: Settings) -> int:
-    """Return how much the ranks have written: in the diary, and in the samples while packs are timed."""
+    """Return how many bytes the ranks have written to the diary and samples."""
     files = [settings.diary.path, *settings.folder.glob("*.samples.jsonl")]
     return sum(path.stat().st_size for path in files if path.exists())
 
 
 def _ask_where(pid: int) -> None:
-    """Let every rank write into the log where it stands."""
+    """Make every rank write its stack to the log."""
     send(descendants(pid), signal.SIGUSR1)
     time.sleep(_STACKS_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Settings of a test's ranks, as a file. Imports no torch."""
+"""Settings of a test's ranks, stored as a file. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Settings:
     """Settings of the ranks.
 
     Attributes:
-        folder: the folder for the diary, plans and samples; shared by all nodes.
+        folder: folder for the diary, plans and samples; shared by all nodes.
         device: kind of device.
-        quick: small sizes.
-        writes_report: rank 0 writes and prints the report itself: nobody watches.
+        quick: whether to use small sizes.
+        writes_report: whether rank 0 writes and prints the report, if no parent process monitors it.
     """
 
     folder: Path
@@ -35,22 +35,22 @@ class Settings:
 
     @property
     def report(self) -> Path:
-        """The report, where rank 0 writes it."""
+        """Report file of rank 0."""
         return self.folder / "report.json"
 
     @property
     def measurement(self) -> Path:
-        """The request of the packs that are timed."""
+        """Measurement request for the packs check."""
         return self.folder / "measurement.json"
 
     def write(self) -> Path:
-        """Write the file of `read_settings`; return it."""
+        """Write the settings file and return its path."""
         path = self.folder / "settings.json"
         write_text_atomically(path, json.dumps({**asdict(self), "folder": str(self.folder)}))
         return path
 
 
 def read_settings(path: Path) -> Settings:
-    """Read the file of `Settings.write`."""
+    """Read a file written by `Settings.write`."""
     document: dict[str, Any] = read_json(path, error=RunError)
     return Settings(**{**document, "folder": Path(document["folder"])})

@@ -1,6 +1,6 @@
-"""One rank of a test: `torchrun ... -m fcp_cli.selftest.worker SETTINGS.json`, which `fcp selftest` starts.
+"""A rank of the test: `torchrun ... -m fcp_cli.selftest.worker SETTINGS.json`, started by `fcp selftest`.
 
-All ranks run all checks in one order. Rank 0 writes a diary of its actions, which the parent process watches.
+All ranks run all checks in the same order. Rank 0 keeps a diary, which the parent process monitors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fcp_cli.selftest.settings import Settings, read_settings
 
 CHECKS: Sequence[Callable[[Bench], Finding]] = (
     surroundings.check,
-    links.check,  # before any others have talked: it times first contacts
+    links.check,  # first, since it times first contacts
     kernel.check,
     rings.check,
     overlap.check,
@@ -35,7 +35,7 @@ CHECKS: Sequence[Callable[[Bench], Finding]] = (
 
 def main(argv: list[str]) -> None:
     """Run all checks; called by torchrun on every rank."""
-    # Whoever ends ranks that hang asks each of them first where it stands.
+    # Before killing hanging ranks, the parent asks for their stacks.
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     settings = read_settings(Path(argv[0]))
     device = torch.device("cpu") if settings.device == "cpu" else local_device()

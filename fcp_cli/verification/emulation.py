@@ -1,7 +1,7 @@
-"""The ranks of a job inside one process, as threads.
+"""Emulates a job's ranks as threads of one process.
 
-Nothing here runs on a cluster: `fcp verify` replays plans of many ranks with it.
-On a CPU, autograd runs backward in the thread that calls it, so each rank's backward may wait for the others'.
+Used by `fcp verify` to replay plans with many ranks; never on a cluster. On a CPU, autograd runs backward in the
+calling thread, so the backward pass of a rank may wait for other ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Result = TypeVar("Result")
 
 
 class Mailbox:
-    """Messages between the ranks of one process, in order per (sender, receiver).
+    """Messages between ranks of one process, in order per (sender, receiver).
 
-    Once aborted, every receiver gets an empty message, which no ring expects.
+    After an abort, receivers get empty messages, which rings reject.
     """
 
     def __init__(self) -> None:
@@ -34,23 +34,23 @@ class Mailbox:
     def between(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
         """Return the queue of messages from one rank to another."""
         messages = self._queues.setdefault((sender, receiver), queue.SimpleQueue())
-        if self._aborted:  # a queue made since then: nothing may wait at it, either
+        if self._aborted:  # the queue may be new: release its receivers, too
             messages.put(torch.empty(0))
         return messages
 
     def abort(self) -> None:
-        """Release every rank that waits for a message, now or later."""
+        """Release all ranks that wait for a message, now or later."""
         self._aborted = True
         for messages in list(self._queues.values()):
             messages.put(torch.empty(0))
 
 
 class ThreadTransport:
-    """One rank of several that run as threads of one process; for whole training steps.
+    """Transport of a rank that runs as a thread.
 
     Args:
         mailbox: shared by all ranks.
-        timeout_seconds: how long a receive waits, so that a wrong order fails instead of hanging.
+        timeout_seconds: receive timeout, so that a wrong order fails instead of hanging.
     """
 
     def __init__(self, mailbox: Mailbox, rank: int, timeout_seconds: float = 300.0) -> None:
@@ -59,14 +59,14 @@ class ThreadTransport:
         self._timeout_seconds = timeout_seconds
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
-        if send is not None:  # a copy, since the ring fills the same buffer at its next hop
+        if send is not None:  # copied, since the ring reuses the buffer in its next hop
             self._mailbox.between(self._rank, to).put(send.detach().clone())
         return Delivery(self._mailbox, self._rank, kind, receive, source, self._timeout_seconds)
 
 
 @dataclass(slots=True)
 class Delivery:
-    """A message on its way, and where it is to be put; None: nothing comes."""
+    """A pending receive into a buffer; without a buffer, there is nothing to receive."""
 
     mailbox: Mailbox
     rank: int
@@ -85,7 +85,7 @@ class Delivery:
             message = self.mailbox.between(self.source, self.rank).get(timeout=self.timeout_seconds)
         except queue.Empty:
             raise RunError(
-                f"rank {self.rank} waits for {self.kind} from rank {self.source}, which never comes"
+                f"rank {self.rank} waits for {self.kind} from rank {self.source}, which never arrives"
             ) from None
         if message.shape != self.receive.shape or message.dtype != self.receive.dtype:
             raise RunError(
@@ -96,7 +96,7 @@ class Delivery:
 
 
 class Meeting:
-    """The meeting point of the ranks of one process: a barrier for collectives, a mailbox for the rings' messages."""
+    """Shared state of the ranks of one process: a barrier for collectives, a mailbox for ring messages."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -107,21 +107,21 @@ class Meeting:
         self.result = torch.empty(0)
 
     def abort(self) -> None:
-        """Release every rank that waits for one that failed."""
+        """Release all ranks that wait for a failed one."""
         self.barrier.abort()
         self.mailbox.abort()
         self.swaps.abort()
 
 
 class Done:
-    """The handle of an operation that is complete when the call returns."""
+    """Handle of an operation that completes synchronously."""
 
     def wait(self) -> None:
         pass
 
 
 class ThreadWorld:
-    """One rank's view of a `Meeting`; a `runtime.communication.world.World`."""
+    """A rank's view of a `Meeting`; implements `runtime.communication.world.World`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting
@@ -151,12 +151,12 @@ class ThreadWorld:
     def _exchange(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
         meeting = self._meeting
         meeting.slots[self._rank] = tensor.detach().clone()
-        if meeting.barrier.wait() == 0:  # one rank combines, in rank order, so that all get the same bits
+        if meeting.barrier.wait() == 0:  # one rank combines, in rank order, for bitwise equal results
             meeting.result = combine([slot for slot in meeting.slots if slot is not None])
         meeting.barrier.wait()
         with torch.no_grad():
             tensor.copy_(meeting.result)
-        meeting.barrier.wait()  # no rank may start the next collective before all have read this one
+        meeting.barrier.wait()  # all ranks must have read the result before the next collective
 
 
 def run_ranks(size: int, run: Callable[[Meeting, int], Result]) -> list[Result]:
@@ -171,7 +171,7 @@ def run_ranks(size: int, run: Callable[[Meeting, int], Result]) -> list[Result]:
         except threading.BrokenBarrierError:
             pass  # another rank failed
         except BaseException as error:
-            errors.append(error)  # the first is the cause, later ones came of it
+            errors.append(error)  # the first is the cause of later ones
             meeting.abort()
 
     threads = [threading.Thread(target=guarded, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""A small language model with everything that a plan can break: grouped-query attention, positions, several layers.
+"""A small language model with everything that a plan could break: grouped-query attention, positions, several layers.
 
 D = model width, H = query heads, G = key/value heads, T = tokens.
 """
@@ -21,12 +21,12 @@ from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Ring | None], Tensor]
-"""Causal attention over q [1, H, T, head_dim], k and v [1, G, T, head_dim], on a ring or on its own."""
+"""Causal attention over q [1, H, T, head_dim], k and v [1, G, T, head_dim], optionally on a ring."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyConfig:
-    """Sizes of the model, and its recomputation."""
+    """Model sizes and recomputation."""
 
     vocab_size: int = 61
     width: int = 32
@@ -41,18 +41,18 @@ def ring_attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
 
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
-    """Run PyTorch's own attention over one whole sequence."""
+    """Run PyTorch's attention over an entire sequence."""
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class MaskedAttention:
-    """PyTorch's own attention over one whole sequence at a time, with its mask as a matrix of every pair."""
+    """PyTorch's attention over an entire sequence at a time, with the mask as a dense matrix."""
 
     def __init__(self) -> None:
         self._seen: Tensor | None = None
 
     def begin(self, mask: Mask, tokens: int) -> None:
-        """Take the mask of the next sequence."""
+        """Set the mask of the next sequence."""
         self._seen = None if mask.is_causal else _seen(mask, tokens)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring | None) -> Tensor:
@@ -62,7 +62,7 @@ class MaskedAttention:
 
 
 def _seen(mask: Mask, tokens: int) -> Tensor:
-    """Return the allowed pairs of a mask, [queries, keys], from its definition and not from the ring's chunks."""
+    """Return the allowed pairs of a mask, [queries, keys], from its definition rather than ring chunks."""
     queries, keys = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]
     if isinstance(mask, ChunkPairs):
         half, sizes = tokens // 2, torch.tensor(mask.sizes)
@@ -89,7 +89,7 @@ class TinyLanguageModel(nn.Module):
         self.norm = nn.RMSNorm(config.width)
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
         self.to(dtype)
-        # Drawn in fp64 whatever `dtype` is, so that models of two types have the same weights up to rounding.
+        # Drawn in fp64 regardless of `dtype`, so that weights of different types agree up to rounding.
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -105,7 +105,7 @@ class TinyLanguageModel(nn.Module):
         """Return the input of the output layer, [1, T, D]."""
         hidden = self.embedding(input_ids)
         for block in self.blocks:
-            if self.recompute in ("none", "activation"):  # the block itself does the latter
+            if self.recompute in ("none", "activation"):  # blocks implement "activation" themselves
                 hidden = block(hidden, position_ids, ring)
             else:
                 keeps = {

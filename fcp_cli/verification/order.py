@@ -1,21 +1,21 @@
-"""Check that the operations which the ranks of a run issued cannot deadlock, without running any rank.
+"""Proves that the recorded operations of all ranks cannot deadlock, without running a rank.
 
-A green run over gloo does not show that the same order works on NCCL or HCCL: gloo buffers, they block. This checks
-the recorded operations against the rules of those libraries: every send meets its receive, first in first out and of
-equal size; a batch has at most one send and one receive per peer; every rank issues a group's collectives in the same
-order; and when each batch and each collective blocks until all its peers arrive, every rank gets to its end.
+A successful gloo run does not show that the same order works with NCCL or HCCL: gloo buffers, they block. The recorded
+operations are checked against the rules of those libraries: sends and receives match in FIFO order and size; a batch
+has at most one send and one receive per peer; all ranks issue a group's collectives in the same order; and if each
+batch and collective blocks until all its peers arrive, every rank finishes.
 
-Two models of the operations that a blocking one delays:
+A blocking operation delays others under two models:
 
-- *communicators*: the later operations of its communicator, and the computation that waited for it. A plan that hangs
-  here hangs on every device.
-- *hardware queues*: a device has a bounded number of them (CUDA: 8, or CUDA_DEVICE_MAX_CONNECTIONS: 1 to
-  32), its streams share them, and each starts kernels in the order of their launch.
-  The operation also holds up everything launched behind it in its queue, of other communicators and the computation,
-  until it ends. (A device lets go of its queue as it starts, and the next of its stream blocks it: this is stricter.)
+- *communicators*: it delays later operations on its communicator, and computation that waits for it. A plan that hangs
+  under this model hangs on every device.
+- *hardware queues*: streams share a limited number of queues (CUDA: 8, or CUDA_DEVICE_MAX_CONNECTIONS: 1 to 32), each
+  of which starts kernels in launch order. The operation also delays everything launched after it in its queue, on other
+  communicators and computation, until it ends. (A real device releases the queue when the operation starts; only the
+  next kernel of its stream blocks it. This model is stricter.)
 
-With a single queue a rank does one thing after the other, in the order of issue. Any other number leaves some of those
-waits out and adds none, so an order that ends with one queue ends on every device; `check_order` tries that first.
+With a single queue, a rank runs operations strictly in issue order. More queues only remove waits, so an order that
+finishes with one queue finishes on every device; `check_order` tries that first.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fcp_cli.errors import RunError
 
 SEND, RECEIVE = "send", "recv"
 HARDWARE_QUEUES = (1, 2, 8, 32)
-"""Numbers of hardware queues that an order is proven for, in addition to one per stream."""
+"""Numbers of hardware queues for which an order is checked, besides a queue per stream."""
 
 NEVER = -1
-"""`Operation.waited` of an operation that nothing waited for before the record ended."""
+"""Value of `Operation.waited` if the rank never waited for the operation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,15 +40,15 @@ class Operation:
     """An operation that a rank issued.
 
     Attributes:
-        group: communicator it ran on.
+        group: communicator.
         verb: "send", "recv", or the name of a collective.
-        batch: number of the batch it was issued in, counted per rank.
-        peer: global rank at the other end; -1 for a collective.
-        num_bytes: size of its content.
-        shape: shape of its content.
-        content: "kv", "dkv", ...; for messages only.
-        waited: number of the batch before whose issue the rank waited for it, or `NEVER`. None: of the next one, which
-            is the strictest, and the default of records without it.
+        batch: index of its batch, per rank.
+        peer: global rank of the peer; -1 for a collective.
+        num_bytes: message size.
+        shape: tensor shape.
+        content: "kv", "dkv", ...; only for messages.
+        waited: index of the batch before which the rank waited for it, or `NEVER`. None means the next batch: the
+            strictest assumption, for records without this information.
     """
 
     group: str
@@ -77,11 +77,11 @@ Groups = Mapping[str, Sequence[int]]
 
 
 def check_order(operations: Mapping[int, Sequence[Operation]], groups: Groups | None = None) -> None:
-    """Check the records of every rank.
+    """Check the records of all ranks; raise RunError on a violation or possible deadlock.
 
     Args:
-        operations: global rank -> its operations, in the order it issued them.
-        groups: group -> its ranks, for the collectives; all ranks where it is not named.
+        operations: operations of each global rank, in issue order.
+        groups: ranks of each group, for collectives; unnamed groups contain all ranks.
     """
     batches = _batches(operations)
     for rank, issued in batches.items():
@@ -101,11 +101,11 @@ def check_order(operations: Mapping[int, Sequence[Operation]], groups: Groups | 
 def deadlock(
     operations: Mapping[int, Sequence[Operation]], groups: Groups | None = None, *, queues: int | None = None
 ) -> str | None:
-    """Return where ranks deadlock on devices with so many hardware queues, as text; None if all operations end.
+    """Describe where ranks deadlock with this number of hardware queues, or return None.
 
     Args:
-        operations, groups: as for `check_order`; they keep all its rules, except that they may deadlock.
-        queues: hardware queues of each device; None: one per stream.
+        operations, groups: see `check_order`; they satisfy its rules, except that they may deadlock.
+        queues: hardware queues per device; None: one per stream.
     """
     return _QueueRun(_batches(operations), groups or {}, queues).to_the_end()
 
@@ -159,7 +159,7 @@ def _compare_sequences(
 
 
 def _check_pairs(operations: Mapping[int, Sequence[Operation]]) -> None:
-    """Check that the n-th send from a to b on a group meets the n-th receive of b from a, and carries as many bytes."""
+    """Check that the n-th send from a to b in a group matches b's n-th receive from a, with equal sizes."""
     sends: dict[tuple[str, int, int], list[Operation]] = {}
     receives: dict[tuple[str, int, int], list[Operation]] = {}
     for rank, issued in operations.items():
@@ -188,7 +188,7 @@ def _check_pair(pair: tuple[str, int, int], sends: list[Operation], receives: li
 
 @dataclass(slots=True)
 class _Launch:
-    """A kernel in a queue: a batch of operations, or, with `batch` None, the computation before batch `number`."""
+    """A kernel in a queue: a batch of operations, or the computation before batch `number` if `batch` is None."""
 
     number: int
     batch: Batch | None = None
@@ -197,7 +197,7 @@ class _Launch:
 
 
 class _RankQueues:
-    """One rank's queues. A batch may start when the computation before it has ended, which produced its data."""
+    """Queues of a rank. A batch may start once the preceding computation, which produces its data, has ended."""
 
     def __init__(self, issued: Sequence[Batch], queues: int | None) -> None:
         self.issued = issued
@@ -205,7 +205,7 @@ class _RankQueues:
         self.computed = -1
         streams: dict[str, int] = {}
         for batch in issued:
-            streams.setdefault(batch[0].group, len(streams) + 1)  # 0 is that of the computation
+            streams.setdefault(batch[0].group, len(streams) + 1)  # stream 0 is the computation's
         self.queue_of = {group: number % (queues or len(streams) + 1) for group, number in streams.items()}
         self.queues: list[deque[_Launch]] = [deque() for _ in range(queues or len(streams) + 1)]
         waited = _waited_before(issued)
@@ -214,7 +214,7 @@ class _RankQueues:
             self.queues[self.queue_of[batch[0].group]].append(_Launch(number, batch))
 
     def ready(self, group: str) -> _Launch | None:
-        """Return the batch that stands at the head of the group's queue, with its data there; None if none does."""
+        """Return the batch at the head of the group's queue if its data is ready, else None."""
         queue = self.queues[self.queue_of[group]] if group in self.queue_of else None
         head = queue[0] if queue else None
         if head is None or head.batch is None or head.batch[0].group != group or head.number > self.computed:
@@ -227,7 +227,7 @@ class _RankQueues:
         self.done.add(launch.number)
 
     def compute(self) -> bool:
-        """Run the computation at the head of its queue if its dependencies are met; return whether it ran."""
+        """Run the computation at the head of its queue if its dependencies are met; return whether it did."""
         head = self.queues[0][0] if self.queues[0] else None
         if head is None or head.batch is not None or not head.waits_for <= self.done:
             return False
@@ -237,7 +237,7 @@ class _RankQueues:
 
 
 def _waited_before(issued: Sequence[Batch]) -> dict[int, frozenset[int]]:
-    """Map a batch to those that its rank waited for before it issued that one."""
+    """Map each batch to the batches that its rank waited for before issuing it."""
     found: dict[int, set[int]] = {}
     numbers = {batch[0].batch: number for number, batch in enumerate(issued)}
     for number, batch in enumerate(issued):
@@ -250,10 +250,10 @@ def _waited_before(issued: Sequence[Batch]) -> dict[int, frozenset[int]]:
 
 
 class _QueueRun:
-    """A run of the ranks on devices with so many hardware queues; None: one per stream.
+    """Simulates all ranks on devices with `queues` hardware queues; None: one per stream.
 
-    A batch leaves its queue when each of its operations has met its partner: sends and receives inside it do not hold
-    each other up, as in one ncclGroup or one HcclBatchSendRecv. A collective leaves it on all its ranks at once.
+    A batch leaves its queue when each of its operations has met its peer: sends and receives in a batch do not block
+    each other, as in ncclGroup and HcclBatchSendRecv. A collective leaves the queues of all its ranks at once.
     """
 
     def __init__(self, batches: Mapping[int, list[Batch]], groups: Groups, queues: int | None) -> None:
@@ -261,10 +261,10 @@ class _QueueRun:
         self._sorted = {name: sorted(groups.get(name, batches)) for name in names}
         self._devices = {rank: _RankQueues(issued, queues) for rank, issued in batches.items()}
         self._todo = deque(self._devices)
-        self._arrived: Counter[str] = Counter()  # of a group's ranks in order, how many have come to its collective
+        self._arrived: Counter[str] = Counter()  # per group: number of its ranks, in order, that reached the collective
 
     def to_the_end(self) -> str | None:
-        """Run all ranks as far as possible; return the operation that one of them waits for, or None if all end."""
+        """Run all ranks as far as possible; describe an operation that is stuck, or return None."""
         while self._todo:
             rank = self._todo.popleft()
             while self._advance(rank):
@@ -272,7 +272,7 @@ class _QueueRun:
         return next((self._reason(rank) for rank, device in self._devices.items() if any(device.queues)), None)
 
     def _advance(self, rank: int) -> bool:
-        """Move each queue of a rank by one launch, where it can; return whether one moved."""
+        """Advance each queue of a rank by one launch if possible; return whether any advanced."""
         device = self._devices[rank]
         moved = device.compute()
         for group in device.queue_of:
@@ -286,7 +286,7 @@ class _QueueRun:
         return moved
 
     def _meet(self, collective: Operation) -> bool:
-        """Run a collective if all its ranks have come to it; who has come stays until then."""
+        """Run a collective if all its ranks have reached it; return whether it ran."""
         group, members = collective.group, self._members(collective)
         while self._arrived[group] < len(members):
             device = self._devices.get(members[self._arrived[group]])
@@ -336,14 +336,14 @@ class _QueueRun:
         return reason
 
     def _stuck(self, rank: int) -> tuple[int, Operation]:
-        """Return the earliest operation of a rank that has not ended."""
+        """Return a rank's earliest unfinished operation."""
         device = self._devices[rank]
         number = next(i for i in range(len(device.issued)) if i not in device.done)
         launches = [launch for queue in device.queues for launch in queue if launch.batch and launch.number == number]
         return number, next(op for i, op in enumerate(device.issued[number]) if i not in launches[0].matched)
 
     def _missing(self, rank: int, operation: Operation) -> list[int]:
-        """Return the ranks that have not come to an operation and have not ended either."""
+        """Return the running ranks that have not reached an operation."""
         if not operation.is_collective:
             return [other for other in (operation.peer,) if self._is_running(other)]
         return [

@@ -1,7 +1,7 @@
-"""Run a plan's ranks as processes over gloo, started with torchrun.
+"""Runs a plan's ranks as gloo processes, started with torchrun.
 
-As a program (`python -m fcp_cli.verification.processes PLAN FOLDER`, under torchrun) it is one of the ranks: it writes
-its results into the folder, or the line of its error.
+As a program (`python -m fcp_cli.verification.processes PLAN FOLDER`, under torchrun), it is one of the ranks and writes
+its result or its error line to the folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fcp_cli.verification.replay import Replayed, replay_rank, synthetic_tokens,
 
 
 def replay_processes(plan: Path) -> list[Replayed]:
-    """Replay all steps of a plan on as many processes as it has ranks; return losses and gradients of each rank."""
+    """Replay all steps of a plan with a process per rank; return each rank's losses and gradients."""
     folder = plan.parent
     num_ranks = PlanReader(plan).metadata.num_ranks
     done = subprocess.run(
@@ -39,7 +39,7 @@ def replay_processes(plan: Path) -> list[Replayed]:
     )
     if done.returncode:
         raise RunError(f"replaying the plan failed: {_reason(folder, done.stderr)}")
-    # Pickle is safe here: our own processes have just written these files into our own temporary folder.
+    # Pickle is safe here: our own processes wrote these files to our own temporary folder.
     return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(num_ranks)]
 
 
@@ -54,7 +54,7 @@ def _result(folder: Path, rank: int) -> Path:
 
 
 def run_rank(plan: Path, folder: Path) -> None:
-    """Replay the plan as one of its ranks, and leave the result or the error in the folder."""
+    """Replay the plan as one of its ranks, and write the result or the error to the folder."""
     config, recorder = tiny_config(plan), ProcessRecorder()
     torch.set_num_threads(1)
     recorder.register()

@@ -1,9 +1,8 @@
-"""Record the operations that a rank issues, for `order.check_order` to prove free of deadlocks.
+"""Records the operations that a rank issues, for `order.check_order`.
 
-Ranks that are processes are recorded below torch.distributed: `ProcessRecorder.register` makes a back end of it whose
-groups forward every operation to gloo and record it, whatever issues it (rings, exchanges, DDP's reducer, FSDP2,
-barriers, the script), and when the rank waits for it. Ranks that are threads have no process group; their transport
-and their world are recorded instead.
+For ranks that are processes, `ProcessRecorder.register` adds a back end to torch.distributed. Its groups forward each
+operation to gloo and record it and the wait for it, whoever issues it: rings, exchanges, DDP's reducer, FSDP2,
+barriers, the script. Ranks that are threads have no process group, so their transport and world are wrapped instead.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fcp_cli.runtime.communication.world import Waitable, World
 from fcp_cli.verification.order import NEVER, RECEIVE, SEND, Operation
 
 BACKEND = "fcp-recorded"
-"""The name of the back end in torch.distributed."""
+"""Name of the back end in torch.distributed."""
 
 _C10D: Any = torch._C._distributed_c10d
 _COLLECTIVES = (
@@ -34,16 +33,16 @@ _COLLECTIVES = (
     "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base",
     "all_to_all_single",
 )  # fmt: skip
-# Each rank of these sends and receives as much as it wants, or has tensors that others have not.
+# Sizes of these may differ between ranks.
 _OF_ANY_SIZE = {"alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter"}
 
 
 class ProcessRecorder:
-    """The record of one process. Make one, `register` it, and give `BACKEND` to `init_process_group`.
+    """Records the operations of a process: `register` it, and pass `BACKEND` to `init_process_group`.
 
     Attributes:
-        groups: name of each group that this process is in -> its global ranks.
-        content: the content of the messages issued now ("kv", ...); set by `LabellingTransport`.
+        groups: global ranks of each group of this process, by group name.
+        content: content of the messages being issued ("kv", ...); set by `LabellingTransport`.
     """
 
     def __init__(self) -> None:
@@ -52,18 +51,18 @@ class ProcessRecorder:
         self._issued: list[Operation] = []
         self._waited: dict[int, int] = {}
         self._batches = 0
-        self._lock = threading.RLock()  # autograd issues from its own threads on accelerators
+        self._lock = threading.RLock()  # on accelerators, autograd issues operations from its own threads
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return the operations issued so far, in order."""
+        """Operations issued so far, in order."""
         with self._lock:
             return tuple(replace(issued, waited=self._waited.get(issued.batch, NEVER)) for issued in self._issued)
 
     def register(self, name: str = BACKEND) -> None:
-        """Make torch.distributed know the back end, and let it say where a batch of messages begins and ends.
+        """Register the back end, and patch torch.distributed to signal the start and end of message batches.
 
-        Torch tells that to its own back ends only, so `batch_isend_irecv` is replaced for the life of this process.
+        Torch signals these only to its own back ends, so `batch_isend_irecv` is replaced for the life of the process.
         """
         dist.Backend.register_backend(name, self.make_group, extended_api=True, devices=["cpu"])
         c10d: Any = dist.distributed_c10d
@@ -80,11 +79,11 @@ class ProcessRecorder:
         torch_distributed.batch_isend_irecv = c10d.batch_isend_irecv = batched
 
     def make_group(self, options: Any, _: Any) -> RecordedGroup:
-        """Make a process group; called by torch.distributed, with its `_DistributedBackendOptions`."""
+        """Create a process group; called by torch.distributed with its `_DistributedBackendOptions`."""
         return RecordedGroup(self, options)
 
     def issue(self, operations: Sequence[Operation]) -> int:
-        """Write down one batch; return its number."""
+        """Record a batch; return its index."""
         with self._lock:
             number = self._batches
             self._issued += [replace(operation, batch=number) for operation in operations]
@@ -92,13 +91,13 @@ class ProcessRecorder:
             return number
 
     def waited(self, batch: int) -> None:
-        """Write down that the rank waited for a batch before it issues another."""
+        """Record that the rank waited for a batch before issuing another one."""
         with self._lock:
             self._waited.setdefault(batch, self._batches)
 
 
 class RecordedGroup(dist.ProcessGroup):
-    """A process group over gloo whose operations are recorded; a Python one, which C++ (DDP's reducer) calls too."""
+    """A recorded process group over gloo. It is a Python class that C++ code (DDP's reducer) calls, too."""
 
     def __init__(self, recorder: ProcessRecorder, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
@@ -111,7 +110,7 @@ class RecordedGroup(dist.ProcessGroup):
 
     @property
     def label(self) -> str:
-        """Return the group's name in messages; the same on all its ranks."""
+        """Name of the group for messages; equal on all its ranks."""
         described = getattr(self, "group_desc", "")
         if described == "default_pg":
             return "world"
@@ -131,7 +130,7 @@ class RecordedGroup(dist.ProcessGroup):
         return BACKEND
 
     def collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.Work:
-        """Issue a collective by the name of its method."""
+        """Issue a collective by method name."""
         size = 0 if name in _OF_ANY_SIZE else _num_bytes(args)
         operation = Operation(group=self.label, verb=name.strip("_"), batch=0, num_bytes=size)
         work = self.new_work()
@@ -142,7 +141,7 @@ class RecordedGroup(dist.ProcessGroup):
         return RecordedWork(self.recorder)
 
     def message(self, verb: str, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
-        """Issue a send or a receive, at once or with the rest of the batch that is open."""
+        """Issue a send or receive, immediately or with the open batch."""
         operation = Operation(
             group=self.label,
             verb=verb,
@@ -169,7 +168,7 @@ class RecordedGroup(dist.ProcessGroup):
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Issue the messages of this context as one batch."""
+        """Context manager that issues its messages as one batch."""
         self._open = []
         try:
             yield
@@ -185,13 +184,13 @@ class RecordedGroup(dist.ProcessGroup):
         self.start(number, issued)
 
     def start(self, number: int, issued: list[tuple[Operation, Callable[[], dist.Work], RecordedWork]]) -> None:
-        """Start one batch, which is written down already."""
+        """Start a batch that has been recorded."""
         for _, start, work in issued:
             work.started(start())
 
 
 class RecordedWork(dist.Work):
-    """Handle of a recorded group's operation: records and forwards waits."""
+    """Handle of a recorded operation; records and forwards waits."""
 
     def __init__(self, recorder: ProcessRecorder) -> None:
         super().__init__()
@@ -217,7 +216,7 @@ class RecordedWork(dist.Work):
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a group of torch's own over gloo."""
+    """Create a plain gloo group."""
     group = _C10D.ProcessGroup(store, rank, size)
     kind = _C10D.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
@@ -226,7 +225,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _num_bytes(value: Any) -> int:
-    """Return the bytes of all tensors in (lists of) arguments."""
+    """Return the total bytes of all tensors in (nested lists of) arguments."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(_num_bytes, value)) if isinstance(value, (list, tuple)) else 0
@@ -240,12 +239,12 @@ def _collective(name: str) -> Callable[..., dist.Work]:
 
 
 for _name in _COLLECTIVES:
-    if hasattr(dist.ProcessGroup, _name):  # which names there are depends on torch
+    if hasattr(dist.ProcessGroup, _name):  # available names depend on the torch version
         setattr(RecordedGroup, _name, _collective(_name))
 
 
 class LabellingTransport:
-    """A transport that forwards hops and labels them for a recorder."""
+    """Transport wrapper that labels hops for a recorder."""
 
     def __init__(self, inner: Transport, recorder: ProcessRecorder) -> None:
         self._inner = inner
@@ -260,7 +259,7 @@ class LabellingTransport:
 
 
 class RecordingTransport:
-    """A transport that passes hops on to another and writes them down, for `order.check_order`."""
+    """Transport wrapper that records hops, for `order.check_order`."""
 
     def __init__(self, inner: Transport, group: str = "ring") -> None:
         self._inner = inner
@@ -276,7 +275,7 @@ class RecordingTransport:
         return self._inner.start(kind, send, to, receive, source)
 
     def record_collective(self, name: str, tensor: Tensor, group: str = "world") -> None:
-        """Write down a collective that the training loop runs itself."""
+        """Record a collective that the training loop runs itself."""
         self._record(name, -1, tensor, "collective", group)
         self._batches += 1
 
@@ -295,7 +294,7 @@ class RecordingTransport:
 
 
 class RecordingWorld:
-    """A world that forwards collectives to another and records them with the ring's operations."""
+    """World wrapper that records collectives together with the ring's operations."""
 
     def __init__(self, inner: World, record: RecordingTransport) -> None:
         self._inner = inner
@@ -318,7 +317,7 @@ class RecordingWorld:
         self._inner.broadcast(tensor)
 
     def start_sum(self, tensor: Tensor) -> Waitable:
-        return self._inner.start_sum(tensor)  # between hosts, outside the devices' queues
+        return self._inner.start_sum(tensor)  # runs between hosts, outside device queues
 
     def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
         self._inner.swap(told, to, heard, source)

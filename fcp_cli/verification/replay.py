@@ -1,4 +1,4 @@
-"""Compute gradients under a plan on its ranks, and those of the same sequences in one process."""
+"""Computes gradients of a plan's steps on its ranks, and of the same sequences in a single process."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _RECEIVE_TIMEOUT_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """Losses and gradients of replayed steps, by one rank or by one process.
+    """Losses and gradients of replayed steps, from a rank or from a single process.
 
     Attributes:
-        losses: [steps] loss of each step, as one process reports it.
-        gradients: [steps, parameters] flat gradient of each step, summed over ranks.
-        operations: issued by the rank, in order; none for one process.
+        losses: [steps] loss of each step.
+        gradients: [steps, parameters] flattened gradient of each step, summed over ranks.
+        operations: operations issued by the rank, in order; () for a single process.
     """
 
     losses: FloatArray
@@ -45,7 +45,7 @@ class Replayed:
 
 
 def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
-    """Make random tokens per manifest row, the same on every rank, and as many as in the plan."""
+    """Return a function that makes random tokens per manifest row, with the plan's lengths, equal on every rank."""
     lengths: dict[int, int] = {}
     for step in PlanReader(plan).steps():
         lengths.update(zip(step.sequences.tolist(), step.lengths.tolist(), strict=True))
@@ -58,17 +58,17 @@ def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
 
 
 def tiny_config(plan: Path) -> TinyConfig:
-    """Return the sizes of a model whose heads the groups of a plan can share."""
+    """Return model sizes whose heads are divisible by all Ulysses degrees of the plan."""
     shared = {int(u) for step in PlanReader(plan).steps() if step.heads_degree is not None for u in step.heads_degree}
     sizes = TinyConfig()
     heads = math.lcm(sizes.heads, *shared)
     fits = all(not sizes.kv_heads % u or not u % sizes.kv_heads for u in shared)
-    head_dim = max(sizes.width // heads // 2 * 2, 2)  # halves are rotated
+    head_dim = max(sizes.width // heads // 2 * 2, 2)  # rotary embeddings need an even size
     return TinyConfig(width=heads * head_dim, heads=heads, kv_heads=sizes.kv_heads if fits else 1)
 
 
 def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Replayed:
-    """Run one rank's part of all steps of the session's plan. Collective."""
+    """Replay this rank's part of all steps. Collective."""
     model = TinyLanguageModel(config, ring_attend, seed=seed)
     return gradients_on_rank(session, model, lambda mb: mb.loss(model(mb.input_ids, mb.position_ids, mb.ring)))
 
@@ -76,12 +76,12 @@ def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Repla
 def gradients_on_rank(
     session: Session, model: nn.Module, loss_of: Callable[[LocalMicroBatch], Tensor], *, reduce: Reduce | None = None
 ) -> Replayed:
-    """Return loss and gradient of every step of the plan at the model's weights, which stay as they are. Collective.
+    """Return the loss and gradient of each step, without updating the model's weights. Collective.
 
     Args:
-        session: the session whose plan is followed.
-        model: the model, as given to `Session.steps`.
-        loss_of: the function from a micro-batch to this rank's share of the loss, as `LocalMicroBatch.loss` returns it.
+        session: session of the plan.
+        model: model for `Session.steps`.
+        loss_of: returns this rank's share of a micro-batch's loss (see `LocalMicroBatch.loss`).
         reduce: see `Session.steps`.
     """
     losses, gradients = [], []
@@ -94,7 +94,7 @@ def gradients_on_rank(
 
 
 def thread_session(plan: Path, fetch: Fetch | None, meeting: Meeting, rank: int) -> Session:
-    """Make a session for one rank of `run_ranks`."""
+    """Create a session for a rank of `run_ranks`."""
     return Session(
         plan=plan,
         metadata=PlanReader(plan).metadata,
@@ -102,12 +102,12 @@ def thread_session(plan: Path, fetch: Fetch | None, meeting: Meeting, rank: int)
         world=ThreadWorld(meeting, rank),
         transport=ThreadTransport(meeting.mailbox, rank, _RECEIVE_TIMEOUT_SECONDS),
         device=torch.device("cpu"),
-        steps_ahead=0,  # as many threads as ranks are enough
+        steps_ahead=0,  # no prefetch threads besides those of the ranks
     )
 
 
 def replay_threads(plan: Path, config: TinyConfig, *, seed: int = 0) -> list[Replayed]:
-    """Replay all ranks of the plan as threads of this process, through the same session as processes."""
+    """Replay all ranks of the plan as threads, through the same session as processes."""
     fetch = synthetic_tokens(plan, config.vocab_size, seed)
 
     def run(meeting: Meeting, rank: int) -> Replayed:
@@ -121,7 +121,7 @@ def replay_threads(plan: Path, config: TinyConfig, *, seed: int = 0) -> list[Rep
 
 
 def replay_alone(plan: Path, config: TinyConfig, *, seed: int = 0) -> Replayed:
-    """Replay the plan in one process that knows of no ranks: sequence by sequence, with PyTorch's own attention."""
+    """Replay the plan in a single process without ranks: one sequence at a time, with PyTorch's attention."""
     masked = MaskedAttention()
     model = TinyLanguageModel(config, masked, seed=seed)
     fetch = synthetic_tokens(plan, config.vocab_size, seed)
@@ -136,12 +136,12 @@ def gradients_alone(
     *,
     begin: Callable[[Mask, int], None] | None = None,
 ) -> Replayed:
-    """Return the expected result of `gradients_on_rank`.
+    """Return the reference result for `gradients_on_rank`.
 
     Args:
-        plan, fetch, model: see there.
-        forward: the forward from input ids and position ids [1, tokens] to logits.
-        begin: told the mask and the tokens of each sequence before its forward; None: `forward` is causal.
+        plan, fetch, model: as for the session and model there.
+        forward: maps input ids and position ids [1, tokens] to logits.
+        begin: called with the mask and length of each sequence before `forward`; None: `forward` is causal.
     """
     losses, gradients = [], []
     masks = PlanReader(plan).metadata.mask_rows
@@ -163,7 +163,7 @@ def gradients_alone(
 
 
 def _labelled_sequences(step: StepPlan, fetch: Fetch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ([tokens] ids, [tokens] next-token labels) of each sequence of a step, cut to the plan's length."""
+    """Yield (ids, next-token labels) [tokens] of each sequence of a step, truncated to the planned length."""
     for row, length in zip(step.sequences.tolist(), step.lengths.tolist(), strict=True):
         found = fetch(row)
         ids, labels = found if isinstance(found, tuple) else (found, found)
@@ -171,7 +171,7 @@ def _labelled_sequences(step: StepPlan, fetch: Fetch) -> Iterator[tuple[Tensor, 
 
 
 def take_gradient(model: nn.Module) -> FloatArray:
-    """Take the model's gradient as one flat array [parameters], gathered where FSDP2 shards it, and clear it."""
+    """Return and clear the model's flattened gradient [parameters]; FSDP2 shards are gathered."""
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     whole = [piece.full_tensor() if hasattr(piece, "full_tensor") else piece for piece in pieces]

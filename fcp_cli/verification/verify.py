@@ -1,4 +1,4 @@
-"""Prove a plan on this machine: gradients of its own steps, run on as many ranks as it has, against one process."""
+"""Verifies a plan on this machine: compares gradients computed on its ranks with a single process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fcp_cli.verification.processes import replay_processes
 from fcp_cli.verification.replay import Replayed, replay_alone, replay_threads, tiny_config
 
 TOLERANCE = 1e-12
-"""Largest absolute difference of any gradient entry, or of the loss, in fp64."""
+"""Maximum absolute difference of a gradient entry or loss, in fp64."""
 
 MOST_PROCESSES = 8
 MOST_THREADS = 512
@@ -34,7 +34,7 @@ MOST_THREADS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepVerdict:
-    """A replayed step; differences are the largest over all ranks, absolute."""
+    """Result of a replayed step; differences are maximum absolute differences over all ranks."""
 
     step: int
     microbatches: int
@@ -52,16 +52,16 @@ class StepVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """The outcome of a replay: its steps, its ranks, and its largest difference.
+    """Result of a verification.
 
     Attributes:
-        ranks_are: what ran as ranks: `processes` over gloo, or `threads` of one process.
-        scale: factor on the lengths; 1 if they were short enough to be replayed as they are.
-        longest_tokens: tokens of the longest sequence that was replayed.
-        steps: the replayed steps.
-        order_fault: why the order in which ranks issued messages and collectives could deadlock on another back end, as
-            `check_order` found; None if it could not.
-        unknown_masks: sequences whose masks the plan does not keep; they were replayed as causal.
+        ranks_are: `processes` over gloo, or `threads` of one process.
+        scale: factor on sequence lengths; 1 if none had to be shortened.
+        longest_tokens: length of the longest replayed sequence.
+        steps: results of the replayed steps.
+        order_fault: why the order of messages and collectives could deadlock on another back end (see `check_order`),
+            or None.
+        unknown_masks: number of sequences whose masks the plan does not store; they were replayed as causal.
     """
 
     plan: Path
@@ -79,14 +79,14 @@ class Verification:
 
 
 def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: int = 256) -> Verification:
-    """Replay steps of a plan with a small fp64 model and compare with one process.
+    """Replay steps of a plan with a small fp64 model, and compare with a single process.
 
     Args:
         plan: plan file.
-        num_steps: steps to replay, fewer if the plan ends.
-        first_step: the first of them.
-        max_length: if a sequence is longer, all are scaled down by one factor until none is, and their masks with them;
-            at least 1 token remains, and 1 of each chunk of a pair.
+        num_steps: maximum number of steps to replay.
+        first_step: first step to replay.
+        max_length: longest length to replay; if exceeded, all lengths and masks are scaled down by a common factor, to
+            at least 1 token, and to 1 per chunk of a pair.
     """
     metadata = read_proven(plan)
     if metadata.num_ranks > MOST_THREADS:
@@ -103,7 +103,7 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
     scaled = [replace(step, step=i, lengths=_scaled(step, scale, masks)) for i, step in enumerate(steps)]
     processes = metadata.num_ranks <= MOST_PROCESSES
     with TemporaryDirectory(prefix="fcp-verify-") as folder, _one_thread_per_rank():
-        # In a plan file of their own, so that all of the runtime takes part in replaying them.
+        # Written to a separate plan file, so that the entire runtime is exercised.
         path = Path(folder) / "plan.parquet"
         alike = replace(metadata, tensor_parallel=1, pipeline_parallel=1, continues=None, masks=planned_masks(masks))
         with plan_writer(path, alike) as writer:
@@ -125,7 +125,7 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
 
 
 def _scaled(step: StepPlan, scale: float, masks: MaskRows | None) -> Int32Array:
-    """Return [sequences] the lengths to replay, 1 at least; that of chunk pairs is the sum of their chunks."""
+    """Return the lengths to replay, [sequences], at least 1; for chunk pairs the sum of their chunks."""
     lengths: Int32Array = np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32)
     for place, row in enumerate(step.sequences.tolist()):
         mask = CAUSAL if masks is None else masks.mask(row)
@@ -159,7 +159,7 @@ def _order_fault(ranks: Sequence[Replayed]) -> str | None:
 
 @contextmanager
 def _one_thread_per_rank() -> Iterator[None]:
-    """Run torch on one thread: emulated ranks share this machine's cores already."""
+    """Run torch on one thread: emulated ranks already share this machine's cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

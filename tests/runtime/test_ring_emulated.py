@@ -170,7 +170,7 @@ def test_lock_step_reports_a_message_that_never_comes() -> None:
     layout = shard_layout((8,), 2)
     ring = Ring(layout, 0, (0, 1), LockstepTransport(Mailbox(), 0))
     q = torch.randn(4, 2, 8)
-    with pytest.raises(RunError, match="rank 0 waits for kv from rank 1, which never comes"):
+    with pytest.raises(RunError, match="rank 0 waits for kv from rank 1, which never arrives"):
         run_lockstep([ring_forward(ring, q, q, q, AttentionSpec(1.0))])
 
 

@@ -74,9 +74,7 @@ def read_hf_config(path: Path) -> HfConfig:
     if model_type not in ARCHITECTURES:
         missing = missing_for_rings(model_type)
         if missing is not None:
-            raise ProfileError(
-                f"{path}: model_type is {model_type!r}, which {missing}; it cannot follow a plan"
-            )
+            raise ProfileError(f"{path}: model_type is {model_type!r}, which {missing}; it cannot follow a plan")
         if model_type in UNDESCRIBED:
             raise ProfileError(
                 f"{path}: model_type is {model_type!r}, which {UNDESCRIBED[model_type]}: fcp does not describe it; "
@@ -249,7 +247,7 @@ def _experts(text: Mapping[str, Any], architecture: Architecture, *, where: str)
     for key, usual in others:
         if text.get(key, usual) not in (None, usual):
             raise ProfileError(
-                f"{where}: {key} is {text[key]!r}; supported are models in which all layers but the first ones have experts"
+                f"{where}: {key} is {text[key]!r}; only models with experts in all layers but the first are supported"
             )
     # transformers 5 renames these for some families.
     count = text.get(names["count"], text.get("num_local_experts"))

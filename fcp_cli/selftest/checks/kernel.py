@@ -1,4 +1,4 @@
-"""The attention kernel of each device against the formula in fp64."""
+"""Compares each device's attention kernels with the fp64 formula."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fcp_cli.selftest.findings import Finding
 
 
 def check(bench: Bench) -> Finding:
-    """Compare the results of every attention kernel with fp64, for several shapes, on each device.
+    """Compare each attention kernel with fp64 for several shapes, on each device.
 
-    Shapes are grouped heads, head sizes, sequences of length 1, and many segments. If a kernel cannot take one, the
-    kernel that would run in its place is compared.
+    Shapes cover grouped heads, head sizes, length 1, and many segments. If a kernel does not support a shape, its
+    fallback is compared.
     """
     errors: dict[str, float] = {}
     every = [(kernel, case) for kernel in bench.kernels for case in cases(quick=bench.settings.quick)]
@@ -29,7 +29,7 @@ def check(bench: Bench) -> Finding:
         names = [case.describe() if kernel is None else f"{kernel}, {case.describe()}" for kernel, case in batch]
         bench.begin(f"kernel: {'; '.join(names)}")
         found = [0.0] * len(names)
-        mine = bench.world.rank % bench.sharers  # ranks on the same cores take a case each
+        mine = bench.world.rank % bench.sharers  # ranks on the same host divide the cases
         if mine < len(names):
             found[mine] = _error(bench, *every[start + mine])
         errors |= dict(zip(names, map(max, zip(*bench.gather(found), strict=True)), strict=True))
@@ -72,7 +72,7 @@ _SHAPES = [(32, 32, 64), (32, 8, 64), (16, 4, 96), (32, 8, 128), (16, 1, 128), (
 
 
 def attended(drawn: Drawn, ring: Ring) -> Attended:
-    """Run forward and backward of the runtime's attention on this member's rows."""
+    """Run the runtime's attention forward and backward on this rank's rows."""
     leaves = [tensor.detach().requires_grad_() for tensor in drawn[:3]]
     out = attention(*leaves, ring=ring)
     gradients: tuple[Tensor, ...] = torch.autograd.grad(out, leaves, drawn.dout)

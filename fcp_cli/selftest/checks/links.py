@@ -1,4 +1,4 @@
-"""Messages between ranks: the first of two ranks, and rates from 64 KiB on, in a node and between nodes."""
+"""Measures messages between ranks, in a node and between nodes: first contact, and bandwidth from 64 KiB on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = {
 
 
 def check(bench: Bench) -> Finding:
-    """Time first contacts before anything else has been sent, then messages of growing size."""
+    """Time first contacts before anything else is sent, then messages of growing size."""
     messenger = Messenger(bench.transport, bench.device, bench.stopwatch)
     contacts: dict[str, Any] = {}
     lines = []
@@ -43,13 +43,13 @@ def check(bench: Bench) -> Finding:
     return Finding(
         name="links",
         passed=None,
-        lines=tuple(lines) or ("one rank alone: there are no messages",),
+        lines=tuple(lines) or ("a single rank sends no messages",),
         figures={"first_contact": contacts, "gigabytes_per_second_by_size": rates},
     )
 
 
 def _sizes(bench: Bench) -> list[int]:
-    """Return 64 KiB, 1 MiB, 16 MiB and 256 MiB, as far as every rank's memory holds them twice."""
+    """Return 64 KiB, 1 MiB, 16 MiB and 256 MiB, as far as every rank's memory holds two such messages."""
     most = min(int(room) for (room,) in bench.gather([float(2 * most_message_bytes(bench.device))]))
     largest = _MIB if bench.settings.quick else most
     return [size for size in (64 * _KIB, _MIB, 16 * _MIB, 256 * _MIB) if size <= largest]

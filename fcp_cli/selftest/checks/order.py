@@ -1,6 +1,6 @@
-"""Steps of a plan whose rings are last for some of their members only, under everything that sums gradients.
+"""Checks plan steps that end with a ring on only some of its members, under each gradient reduction.
 
-Possible deadlock: a gradient sum or a gather that one rank has issued while another still waits for it inside a ring.
+The possible deadlock: a rank issues a gradient reduction or gather while another still waits for it in a ring.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fcp_cli.selftest.findings import Finding
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.verification.replay import synthetic_tokens
 
-_CONFIG = TinyConfig(width=64, heads=4, kv_heads=2)  # heads of 16: kernels of accelerators take multiples of 8
+_CONFIG = TinyConfig(width=64, heads=4, kv_heads=2)  # head size 16: accelerator kernels need multiples of 8
 _STEPS = 3
 _SAME_LOSS = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A micro-batch: its ranks, the numbers and lengths of its sequences, and its wave; an idle row has none."""
+    """A micro-batch: ranks, sequence ids and lengths, and wave; without sequences it is idle."""
 
     ranks: tuple[int, ...]
     sequences: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """A way to hold a model, and the sync of the plans that it follows."""
+    """A model wrapper, and the sync of the plans it follows."""
 
     name: str
     sync: Sync
@@ -54,9 +54,9 @@ class Way:
 
 
 def check(bench: Bench) -> Finding:
-    """Check that the same steps end without a deadlock, with equal losses, under each wrapper of the model."""
+    """Check that the steps finish without a deadlock, with equal losses, under each wrapper."""
     if bench.world.size == 1:
-        return Finding(name="order", passed=None, lines=("one rank alone: none waits for another",))
+        return Finding(name="order", passed=None, lines=("a single rank waits for no other",))
     losses: dict[str, list[float]] = {}
     for way in WAYS:
         bench.begin(f"order: {way.name} under sync {way.sync}")
@@ -69,7 +69,7 @@ def check(bench: Bench) -> Finding:
     return Finding(
         name="order",
         passed=agree,
-        lines=(f"{_STEPS} steps whose rings end differently on each rank {verdict}: {names}",),
+        lines=(f"{_STEPS} steps whose last rings differ by rank {verdict}: {names}",),
         figures={"losses": losses},
     )
 
@@ -123,7 +123,7 @@ WAYS = (
 
 
 def write_plan(path: Path, num_ranks: int, sync: Sync) -> None:
-    """Write steps of the same sequences under either sync; see `rows_of_step`."""
+    """Write a plan with steps of the same sequences for a sync; see `rows_of_step`."""
     metadata = PlanMetadata(
         fcp_version=__version__,
         num_ranks=num_ranks,
@@ -143,12 +143,12 @@ def write_plan(path: Path, num_ranks: int, sync: Sync) -> None:
 
 
 def rows_of_step(num_ranks: int, number: int, sync: Sync) -> list[Row]:
-    """Return a ring of each pair of neighbours, and a pack of every other rank alone.
+    """Return a ring for each pair of adjacent ranks, and a single-rank pack for every other rank.
 
-    Under `iteration` the lone packs come before the rings or after them, in turn by rank and step, so that a ring is
-    the last micro-batch of some of its members only. Under `microbatch` each has a wave, in which the others idle.
+    Under `iteration`, single-rank packs come before or after the rings, alternating by rank and step, so that a ring is
+    the last micro-batch of only some of its members. Under `microbatch`, each row is a wave in which other ranks idle.
     """
-    first = number * 2 * num_ranks  # of the step's sequences, the same ones under either sync
+    first = number * 2 * num_ranks  # first sequence of the step; equal under both syncs
     rings = [
         Row(
             ranks=(rank, rank + 1), sequences=(first + 2 * rank, first + 2 * rank + 1), lengths=(37 + number + rank, 12)

@@ -1,4 +1,4 @@
-"""How much longer rings take than the same kernels without messages, forward and backward, by degree."""
+"""Measures how much longer rings take than the same kernels without messages, by degree and pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REPEATS = 6
 
 
 def check(bench: Bench) -> Finding:
-    """Time one sequence over each degree, with its messages and with peers that are silent."""
+    """Time a sequence at each degree, with messages and with a transport that sends nothing."""
     found: dict[str, dict[str, float]] = {}
     for degree in bench.degrees:
         bench.begin(f"overlap: degree {degree}")
@@ -33,12 +33,12 @@ def check(bench: Bench) -> Finding:
         f"degree {degree}: forward {percent['forward']:+.0f} %, backward {percent['backward']:+.0f} %"
         for degree, percent in found.items()
     )
-    head = ("longer than the same kernels without messages:",) if lines else ("one rank alone: there are no rings",)
+    head = ("longer than the same kernels without messages:",) if lines else ("a single rank has no rings",)
     return Finding(name="overlap", passed=None, lines=(*head, *lines), figures={"longer_percent": found})
 
 
 def _seconds(bench: Bench, degree: int, transport: Transport) -> tuple[float, float]:
-    """Return the median seconds of forward and backward on rank 0; ranks beyond the ring only wait."""
+    """Return median forward and backward seconds on rank 0; ranks outside the ring only wait."""
     rank = bench.world.rank
     if rank >= degree:
         (first, *_) = bench.gather([0.0, 0.0])
@@ -68,7 +68,7 @@ def _median(bench: Bench, work: Callable[[], None]) -> float:
 
 
 def _case(bench: Bench, degree: int) -> Case:
-    """Return one sequence with as many tokens a rank at every degree."""
+    """Return a sequence with the same number of tokens per rank at every degree."""
     if bench.device.type == "cpu":
         return Case(heads=4, kv_heads=2, head_size=64, lengths=((128 if bench.settings.quick else 512) * degree,))
     return Case(heads=32, kv_heads=8, head_size=128, lengths=((2048 if bench.settings.quick else 8192) * degree,))

@@ -1,4 +1,4 @@
-"""Packs that a fit has never seen, predicted and measured, and the memory that a token takes against its estimate."""
+"""Compares predicted with measured times of held-out packs, and a token's memory with its estimate."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fcp_cli.selftest.bench import Bench
 from fcp_cli.selftest.findings import Finding
 
 _PACKS = 5
-# Of accelerators alone: a CPU's times and resident sizes show whatever else the machine does.
+# Checked only on accelerators: on a CPU, times and resident sizes depend on other load.
 _MOST_ERROR_PERCENT = 15.0
 _MOST_MEMORY_ERROR_PERCENT = 10.0
 
 
 def check(bench: Bench) -> Finding:
-    """Measure packs for as long as was asked for, as `fcp profile` does, and compare those that were held out."""
+    """Measure packs for the requested time, like `fcp profile`, and compare the held-out ones."""
     bench.begin("packs: forward and backward of a model")
     request = read_measurement(bench.settings.measurement)
     Measurer(request, bench.device).run()
@@ -62,7 +62,7 @@ def _finding(request: Measurement, profile: CostProfile, memory_percent: float |
 
 
 def held_out(profile: CostProfile) -> list[dict[str, Any]]:
-    """Return five packs that were never fitted, from the cheapest to the dearest."""
+    """Return up to five held-out packs, from cheapest to most expensive."""
     points = [point for point in profile.measurement["points"] if point["held_out"]]
     points.sort(key=lambda point: float(point["seconds"]))
     if len(points) <= _PACKS:
@@ -71,13 +71,13 @@ def held_out(profile: CostProfile) -> list[dict[str, Any]]:
 
 
 def memory_error_percent(samples: SamplesFile, request: Measurement) -> float | None:
-    """Return by how much a token's measured bytes, alone on a rank, exceed the estimate; None if none were seen."""
+    """Return by how many percent a token's measured memory on a single rank exceeds the estimate, or None."""
     spec = load_model(request.model)
     measured = text_bytes_per_token(samples, spec)
     if measured is None:
         return None
     alone = rank_memory(spec, request.recipe, sync=request.sync, ranks=1, on_cpu=request.device == "cpu")
     longest = max(int(line["tokens"]) for line in samples.of_kind("memory"))
-    # Of a micro-batch: reduction and update hold no tokens.
+    # The micro-batch's moment: reduction and update hold no tokens.
     running = max((moment for moment in alone.moments if moment.bytes_per_token), key=lambda one: one.bytes_at(longest))
     return 100.0 * (measured / running.bytes_per_token - 1.0)

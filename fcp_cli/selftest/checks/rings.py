@@ -1,4 +1,4 @@
-"""Groups of every degree, some of which share heads, with mixed packs against one device."""
+"""Compares rings of each degree, with and without Ulysses, on mixed packs with a single device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fcp_cli.selftest.exact import Attended, Case, Drawn, draw, exact, relative,
 from fcp_cli.selftest.findings import Finding
 
 MOST_MULTIPLE = 2.0
-"""Of one device's own error, that a ring may have."""
-_FLOOR = 2e-6  # an error below it is rounding of sums, whatever one device's own is
+"""Maximum error of a ring, as a multiple of a single device's error."""
+_FLOOR = 2e-6  # smaller errors are rounding, whatever the single device's error
 
 
 def check(bench: Bench) -> Finding:
-    """Compare each degree up to 8, on the first ranks and on the last ones."""
+    """Compare each degree up to 8, on the first and on the last ranks."""
     multiples: dict[str, float] = {}
     passed = True
     for kernel, (ranks, shared) in product(bench.kernels, list(_groups(bench))):
@@ -32,7 +32,7 @@ def check(bench: Bench) -> Finding:
         multiples[name] = error / max(own_error, 1e-30)
         passed = passed and error <= max(MOST_MULTIPLE * own_error, _FLOOR)
     if not multiples:
-        return Finding(name="rings", passed=None, lines=("one rank alone: there are no rings",))
+        return Finding(name="rings", passed=None, lines=("a single rank has no rings",))
     worst = max(multiples, key=lambda name: multiples[name])
     return Finding(
         name="rings",
@@ -43,7 +43,7 @@ def check(bench: Bench) -> Finding:
 
 
 def _groups(bench: Bench) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the ranks of each degree, the first and the last ones, and how many of them share heads."""
+    """Yield (ranks, Ulysses degree) for the first and last ranks of each degree."""
     heads = _case(bench).heads
     for degree in bench.degrees:
         first, last = tuple(range(degree)), tuple(range(bench.world.size - degree, bench.world.size))
@@ -55,7 +55,7 @@ def _groups(bench: Bench) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _errors(bench: Bench, ranks: tuple[int, ...], shared: int) -> tuple[float, float]:
-    """Return the relative errors of a group of these ranks and of one device, for the same pack."""
+    """Return the relative errors of a ring and of a single device, for the same pack."""
     case = _case(bench)
     drawn = draw(case, bench.dtype, bench.device)
     wanted = exact(case, drawn)
@@ -73,7 +73,7 @@ def _errors(bench: Bench, ranks: tuple[int, ...], shared: int) -> tuple[float, f
 
 
 def _case(bench: Bench) -> Case:
-    """Return a pack with sequences that are shorter than a ring has members, and one that is much longer."""
+    """Return a pack with sequences shorter than the ring and one much longer."""
     if bench.settings.quick:
         return Case(heads=4, kv_heads=2, head_size=64, lengths=(97, 1, 5, 40))
     if bench.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Versions, devices, their topology, the kernel that is chosen, and the variables that back ends read."""
+"""Reports versions, devices, topology, the selected kernel, and variables that back ends read."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _backend_version(device: torch.device) -> str | None:
 
 
 def _topology(device: torch.device) -> str | None:
-    """Return how the devices of this node are joined, as their driver draws it."""
+    """Return the device topology of this node, as the driver prints it."""
     command = {"cuda": ["nvidia-smi", "topo", "-m"], "npu": ["npu-smi", "info", "-t", "topo"]}.get(device.type)
     if command is not None:
         with suppress(OSError, subprocess.SubprocessError):
