@@ -122,8 +122,8 @@ class Demo:
         """Run both plans on paced ranks, and compare the times."""
         self._title("2. The same steps in wall time")
         self._say(
-            f"{RANKS} processes follow both plans: they sleep instead of computing; rings, messages and waiting are real. "
-            "It takes about half a minute."
+            f"{RANKS} processes follow both plans: they sleep instead of computing; rings, messages and waiting are "
+            "real. It takes about half a minute."
         )
         outcomes = run(plans, num_ranks=RANKS)
         static, ours = outcomes[_STATIC], outcomes[_FCP]

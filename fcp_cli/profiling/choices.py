@@ -1,4 +1,4 @@
-"""Chooses model, cluster, ranks, degrees and layers if `fcp profile` was given none, each with its reason."""
+"""Chooses model, cluster, ranks, degrees and layers not given to `fcp profile`, each with a reason."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fcp_cli.recipe import Recipe, RecipeRequest
 
 _CPU_MODEL = "qwen3-tiny"
 _CPU_MAX_LENGTH, _MAX_LENGTH = 4096, 131_072
-_SMALL_MODEL_PARAMETERS = 1e8  # measured within a minute on a CPU
+_SMALL_MODEL_PARAMETERS = 1e8  # can be measured within a minute on a CPU
 
 
 def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostProfile:
-    """Return the analytic profile of a model on a cluster; assumptions are recorded."""
+    """Return the analytic profile of a model on a cluster; record assumptions."""
     if request.recipe.recompute == "as-needed" and request.pipeline_parallel > 1:
         raise UsageError(
-            "--recompute as-needed lets each stage of a pipeline choose by its own memory, which one profile cannot "
-            "hold; 'fcp plan' with the same options and no --profile computes it"
+            "--recompute as-needed makes each pipeline stage choose by its own memory, which one profile cannot "
+            "describe; 'fcp plan' with the same options and no --profile computes it"
         )
     spec = load_model(request.model or DEFAULT_MODEL)
     cluster = load_cluster(request.cluster or EXAMPLE_CLUSTER).running(request.attention_kernel)
@@ -57,7 +57,7 @@ def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostP
     fit = _fit(spec, request, place, assumptions)
     _require_room(spec, request, place, fit)
     if spec.vision is not None and not request.recipe.freeze_vision:
-        assumptions.assume("vision encoder", "trained", "--freeze-vision leaves it as it is")
+        assumptions.assume("vision encoder", "trained", "--freeze-vision freezes it")
     rate, kernel = cluster.attention_rate, cluster.attention_kernel
     shares = sorted({rate.forward, rate.backward}, reverse=True)
     efficiency = f"{cluster.linear_efficiency:.0%} of {cluster.peak_flops / 1e12:g} TFLOP/s, attention "
@@ -73,16 +73,16 @@ def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostP
 
 
 def asked_sync(request: ProfileRequest) -> Sync | None:
-    """Return the requested sync; stage 3 has its own. None: the default of the job."""
+    """Return the requested sync, `microbatch` for ZeRO stage 3, or None for the job's default."""
     if request.sync != "auto":
         return request.sync
     return "microbatch" if request.recipe.zero == "3" else None
 
 
 def _fit(spec: ModelSpec, request: ProfileRequest, place: JobRanks, assumptions: Assumptions) -> FittedRecipe:
-    """Return the recipe: the request, completed by settings that fit; `assumptions` collects the choices."""
+    """Complete the requested recipe with settings that fit; `assumptions` records the choices."""
     sync = asked_sync(request)
-    # One rank has none to wait for: it stands for those of a plan, which `fcp plan` makes for `iteration`.
+    # A single rank represents those of a plan, which `fcp plan` makes for `iteration`.
     fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.num_ranks > 1 else "iteration"))
     room = f"leaves {fit.tokens:,} tokens per rank" if fit.tokens else "nothing fits"
     assumptions.assume("recipe", fit.recipe.describe(), f"{room}; {shlex.join(fit.recipe.flags())}")
@@ -106,14 +106,14 @@ def _require_room(spec: ModelSpec, request: ProfileRequest, place: JobRanks, fit
 
 
 def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Measurement:
-    """Return the measurements to make, as requested or as suits this machine; assumptions are recorded."""
+    """Choose the measurement as requested or as suits this machine; record assumptions."""
     _require_one_level(request)
     kind, units = _units(request, assumptions)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
     unmeasured = {
-        "siglip": "takes images of one size alone, by which its times cannot be told apart",
-        "gemma4": "takes images that are padded to one size, which are not measured",
+        "siglip": "takes images of a single size, so its time per patch cannot be measured",
+        "gemma4": "takes images padded to one size, which cannot be measured",
     }
     if spec.vision is not None and spec.vision.kind in unmeasured:
         raise RunError(
@@ -124,7 +124,7 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
     device = None if on_cpu or request.nodes > 1 else _device(kind)
     cluster = request.cluster or (THIS_MACHINE if on_cpu else cluster_like(device[0] if device else ""))
     if not on_cpu:
-        _assume(assumptions, "--cluster", request.cluster, cluster, "its bandwidths stand in for what is not measured")
+        _assume(assumptions, "--cluster", request.cluster, cluster, "its bandwidths replace unmeasured ones")
     ranks = request.ranks or units
     if request.nodes == 1:
         _assume(assumptions, "--ranks", request.ranks, ranks, "one per core" if on_cpu else "one per device")
@@ -134,7 +134,7 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
             "ranks; remove --ranks, or give the devices of a node"
         )
     if on_cpu and request.nodes == 1 and ranks > units:
-        assumptions.assume("times", f"{ranks} ranks sharing {units} cores", "as a job of so many ranks here sees them")
+        assumptions.assume("times", f"{ranks} ranks sharing {units} cores", "as in a job with as many ranks here")
     degrees = request.degrees or default_degrees(ranks)
     if max(degrees) > ranks > 1:
         raise UsageError(f"--degrees {max(degrees)} needs as many ranks; {ranks} are measured (--ranks 1 emulates)")
@@ -146,7 +146,7 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
     device_bytes = _device_bytes(kind, device, cluster, ranks)
     place = place_of(cluster, ranks=ranks, nodes=request.nodes, device_bytes=device_bytes, on_cpu=on_cpu)
     fit = _fit(spec, request, place, assumptions)
-    # Packs are measured under it; fits are scaled to the request.
+    # Packs are measured under this recipe; fits are scaled to the requested one.
     recipe = replace(fit.recipe, lora=None, freeze=None)
     layers = _layers(request, spec) or default_layers(spec, recipe, device=kind, device_bytes=device_bytes, ranks=ranks)
     return Measurement(
@@ -175,8 +175,8 @@ def _require_one_level(request: ProfileRequest) -> None:
 
 
 def _units(request: ProfileRequest, assumptions: Assumptions) -> tuple[str, int]:
-    """Return the kind of device to measure on, and how many ranks that gives."""
-    if request.nodes > 1:  # the nodes are elsewhere: they may have other devices than this machine
+    """Return the device kind to measure on, and the number of ranks on it."""
+    if request.nodes > 1:  # the nodes may have other devices than this machine
         return request.device, request.nodes * request.devices_per_node
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
@@ -185,13 +185,13 @@ def _units(request: ProfileRequest, assumptions: Assumptions) -> tuple[str, int]
             )
     machine = find_machine(request.device)
     assumptions.assume(
-        "device", machine.describe(), "what this machine has" if request.device == "auto" else "--device"
+        "device", machine.describe(), "found on this machine" if request.device == "auto" else "--device"
     )
     return machine.device, machine.num_cores if machine.device == "cpu" else machine.num_devices
 
 
 def _device(kind: str) -> tuple[str, float]:
-    """Return name and bytes of memory of this machine's first device."""
+    """Return the name and memory of this machine's first device."""
     import torch
 
     from fcp_cli.profiling.workers.device import device_memory_bytes, device_name
@@ -201,7 +201,7 @@ def _device(kind: str) -> tuple[str, float]:
 
 
 def _device_bytes(kind: str, device: tuple[str, float] | None, cluster: str, ranks: int) -> float:
-    """Return the memory of a rank: its device's, its share of the host's, or, of nodes elsewhere, the cluster's."""
+    """Return a rank's memory: of its device, its share of the host, or the cluster's device if nodes are remote."""
     if kind == "cpu":
         return host_memory_bytes() / ranks
     return load_cluster(cluster).memory_bytes if device is None else device[1]

@@ -1,6 +1,6 @@
-"""Runs the worker that measures: here until it finishes, or by a command for every node of a cluster.
+"""Runs the measuring worker: locally until it finishes, or by a command for each node of a cluster.
 
-The samples file survives every failure: a worker that dies or a Ctrl-C leaves it, and the next run resumes it.
+The samples file survives failures and Ctrl-C, and the next run resumes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fcp_cli.profiling.fits.measurement import Measurement
 from fcp_cli.profiling.fits.samples import SamplesFile, read_samples
 
 _POLL_SECONDS = 0.2
-# After its budget a worker still measures the step and memory; beyond this it hangs.
+# After its budget, a worker still measures step and memory; beyond this grace time it counts as hanging.
 _GRACE_SECONDS = 300.0
 _WORKER = ("-m", "fcp_cli.profiling.workers.worker")
 
@@ -34,18 +34,18 @@ def run_measurement(
 
     Args:
         measurement: the measurement to run.
-        environment: variables for the ranks on top of this process's: those that a job would get.
-        on_progress: gets the elapsed seconds and the observations so far.
+        environment: job variables, on top of this process's environment.
+        on_progress: called with elapsed seconds and number of observations.
 
     Returns:
-        All that was measured, in this run and in those before it; and why the worker ended before it was done, or None.
+        All samples of this and earlier runs, and why the worker ended early, or None.
     """
     with tempfile.TemporaryDirectory(prefix="fcp-profile-") as folder:
         request = Path(folder) / "request.json"
         measurement.write(request)
         log = Path(folder) / "worker.log"
         argv = [*torchrun_argv(measurement.ranks), *_WORKER, str(request)]
-        # One core per rank, as CPUs were always measured here; torch reads the variable when it is imported.
+        # One core per rank for reproducible CPU measurements; torch reads the variable on import.
         threads = {"OMP_NUM_THREADS": "1"} if measurement.device == "cpu" else {}
         status = _run(argv, measurement, {**environment, **threads}, log, on_progress)
         samples = read_samples(measurement.samples)
@@ -59,19 +59,18 @@ def run_measurement(
 
 
 def cluster_command(measurement: Measurement, request: Path, *, master: str, environment: Mapping[str, str]) -> str:
-    """Return the command for every node of a cluster, with NODE_RANK set to 0, 1, ...; the request is on shared
-    storage.
+    """Return the command for each node of a cluster, on which NODE_RANK must be 0, 1, ...
 
     Args:
-        measurement: the measurement on several nodes.
-        request: the file that `Measurement.write` wrote.
+        measurement: measurement on several nodes.
+        request: file written by `Measurement.write`, on shared storage.
         master: address of node 0.
-        environment: variables of the job.
+        environment: job variables.
     """
     meeting = [f"--nnodes={measurement.nodes}", f"--master-addr={master}", "--master-port=29500"]
     argv = torchrun_argv(measurement.ranks // measurement.nodes, python="python", options=meeting)
     program = [*_WORKER, str(request.resolve())]
-    # The shell of each node fills in its number, so it is not quoted here.
+    # Not quoted: the shell of each node substitutes its number.
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
     return f'{variables}{shlex.join(argv)} --node-rank="$NODE_RANK" {shlex.join(program)}'
 
@@ -101,18 +100,18 @@ def _run(
             process.wait()
 
 
-_KILLED: Final = re.compile(r"exitcode *: *-9\b")  # of torchrun's table of failed ranks
+_KILLED: Final = re.compile(r"exitcode *: *-9\b")  # in torchrun's table of failed ranks
 
 
 def reason_in_log(log: Path) -> str:
-    """Return the last line of the log that names an error of a rank's own, else one that names any; else its last line.
+    """Return the log's last line with a rank's own error, else with any error, else its last line.
 
-    A rank that dies makes its neighbours fail, too, and torchrun after them.
+    A dying rank makes its peers fail, and then torchrun.
     """
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line and "elastic" not in line]
     own = [line for line in errors if "Connection closed by peer" not in line]
     if not own and any(_KILLED.search(line) for line in lines):
-        return "a rank was killed (SIGKILL), as where memory runs out; a smaller --model, or --analytic, needs less"
-    lines = [line for line in lines if line.strip("=-")]  # torchrun ends with a rule
+        return "a rank was killed (SIGKILL), probably out of memory; a smaller --model, or --analytic, needs less"
+    lines = [line for line in lines if line.strip("=-")]  # drop torchrun's separator line
     return (own or errors or lines or ["it printed nothing"])[-1][:300]

@@ -1,4 +1,4 @@
-"""The options that decide the measurement or computation of a cost profile; `choices` completes them."""
+"""Options for measuring or computing a cost profile; `choices` fills in those not given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fcp_cli.recipe import RecipeRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRequest:
-    """A model, a cluster, and how the one is measured or computed on the other; None and () are found out."""
+    """Options of `fcp profile`; None and () are filled in by `choices`."""
 
     model: Annotated[
         str | None,

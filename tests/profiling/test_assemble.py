@@ -190,6 +190,6 @@ def test_times_of_adapters_are_those_that_were_measured_less_what_frozen_matrice
     assert tuned.coefficients.attention_seconds_per_token2 == whole.coefficients.attention_seconds_per_token2
     assert tuned.memory.model_state_bytes < whole.memory.model_state_bytes
     assert tuned.measurement["assumed"][-1] == snapshot(
-        "coefficients: all of the language model was trained while they were measured; computed for what is: linear_seconds_per_token x 0.712"
+        "coefficients: measured with the full language model trained, then scaled to the trained part: linear_seconds_per_token x 0.712"
     )
     assert tuned.measurement["points"] == whole.measurement["points"]

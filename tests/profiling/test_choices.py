@@ -49,9 +49,7 @@ def test_more_ranks_than_cores_are_said_to_share_them(on: Any) -> None:
     on("cpu", 0)
     assumptions = Assumptions()
     choose_measurement(replace(UNSET, ranks=6), assumptions)
-    assert assumptions.assumed["times"] == snapshot(
-        "6 ranks sharing 4 cores (as a job of so many ranks here sees them)"
-    )
+    assert assumptions.assumed["times"] == snapshot("6 ranks sharing 4 cores (as in a job with as many ranks here)")
 
 
 def test_one_accelerator_emulates_degrees_and_takes_bandwidths_from_its_like(on: Any) -> None:

@@ -87,7 +87,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_the_metrics_of_another_plan_are_refused(plan: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path / "metrics.jsonl", plan)
     other = make_example_plan(tmp_path / "other.parquet", seed=1)
-    with pytest.raises(RunError, match=rf"is of another plan: its hash is .*, but this plan's is {other.plan_hash[:12]}"):
+    with pytest.raises(
+        RunError, match=rf"is of another plan: its hash is .*, but this plan's is {other.plan_hash[:12]}"
+    ):
         open_run(path, plan=other)
 
 

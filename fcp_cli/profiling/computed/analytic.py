@@ -1,10 +1,10 @@
-"""Computes coefficients from the figures of a model and a cluster, if nothing can be measured (`--analytic`).
+"""Computes cost coefficients from model and cluster descriptions, without measuring (`--analytic`).
 
-`models.operations` counts a forward pass. A backward pass costs twice the matrices and, since it computes the scores
-again, 2.5 times the attention. Recomputing activations adds one more forward: only of the matrices if attention's
-outputs are kept, and only of the operations between matrices if their outputs are kept, too. A backward reaches the
-first layer of which anything is trained, and frozen matrices have no weight gradient. A frozen vision encoder runs only
-its forward. Experts that ranks share out are reached by exchanges of tokens.
+`models.operations` counts a forward pass. A backward pass costs 2 forward passes of the matrices and, since it
+recomputes scores, 2.5 of attention. Activation recomputation adds another forward pass: only of matrices if attention
+outputs are saved, and only of elementwise operations if matrix outputs are saved, too. The backward pass ends at the
+first layer with trained weights, and frozen matrices have no weight gradient. A frozen vision encoder runs only
+forward. With expert parallelism, tokens are exchanged between ranks.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from fcp_cli.profiling.computed.host import host_operations
 from fcp_cli.profiling.computed.step_terms import analytic_step_terms
 from fcp_cli.recipe import Recipe, Recompute, check_recipe
 
-ATTENTION_BACKWARD = 2.5  # forwards
-# Bytes that a hop reads and writes per element of a token's queries and layer, outside its kernel: partial results are
-# added up, and queries, results and their gradients taken out and put back. Counted of the runtime's own operations.
+ATTENTION_BACKWARD = 2.5  # in multiples of forward
+# Memory traffic of a ring hop outside its kernel, in bytes per query element and layer: accumulating partial results,
+# slicing and writing back queries, results and gradients. Counted from the runtime's operations.
 CHUNK_BYTES_FORWARD, CHUNK_BYTES_BACKWARD = 25.0, 26.0
-# Share of a rank's queries that a hop's kernel takes, on average: all of them against half of the keys of an earlier
-# rank, or half of them against all keys of a later one.
+# Average share of a rank's queries in a hop's kernel: all queries against half the keys of an earlier rank, or half of
+# them against all keys of a later one.
 HOP_QUERIES = 0.75
-# Bytes that recomputed elementwise operations read and write for each byte that backward then has: counted of
-# transformers' own layers in bf16: 2.5 (3.4 of experts), and 4.3 to 5.1.
+# Memory traffic of recomputed elementwise operations per byte available to backward, counted from transformers' layers
+# in bf16: 2.5 (3.4 for experts), and 4.3 to 5.1.
 MOVED_PER_RECOMPUTED_BYTE: Final[Mapping[Recompute, float]] = {"activation": 2.5, "elementwise": 5.0}
-_ELEMENTWISE_EFFICIENCY = 0.8  # of the memory's bandwidth; assumed
-_LEAST_OPERATIONS_PER_BYTE = 300.0  # of a device of unknown bandwidth: as of H100, whose memory is the slowest so
+_ELEMENTWISE_EFFICIENCY = 0.8  # share of memory bandwidth; assumed
+_LEAST_OPERATIONS_PER_BYTE = 300.0  # for unknown bandwidth: as of the H100, the highest ratio known
 
 
 def ring_bytes_per_token(
     spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False, reached: float = 1.0
 ) -> float:
-    """Return the bytes that a token sends around a ring: K/V forward, K/V and dK/dV backward, all such layers.
+    """Return ring traffic in bytes per token, over all ring layers: K/V forward, K/V and dK/dV backward.
 
-    None of layers with windows, of which only halos travel (`halo_bytes_per_token`), nor of linear attention, which
-    hands on a state that no length makes larger.
+    Excludes window layers, which only exchange halos (`halo_bytes_per_token`), and linear attention, whose state does
+    not grow with length.
 
     Args:
-        kv_bytes: the kv bytes of one element of K or V on the wire.
-        gradient_bytes: the gradient bytes of one element of dK or dV on the wire.
-        recompute: the forward ring runs once more in the backward.
-        reached: share of the layers that have a backward.
+        kv_bytes: bytes per element of K or V on the wire.
+        gradient_bytes: bytes per element of dK or dV on the wire.
+        recompute: whether backward repeats the forward ring.
+        reached: share of layers with a backward pass.
     """
     return _sent_per_token(
         spec.key_value_elements("full", "latent"), kv_bytes, gradient_bytes, recompute=recompute, reached=reached
@@ -68,7 +68,7 @@ def ring_bytes_per_token(
 def halo_bytes_per_token(
     spec: ModelSpec, *, kv_bytes: int, gradient_bytes: int, recompute: bool = False, reached: float = 1.0
 ) -> float:
-    """Return the bytes that a token of a halo takes, all layers with windows; the arguments are those of rings."""
+    """Return halo traffic in bytes per token, over all window layers; see `ring_bytes_per_token` for arguments."""
     return _sent_per_token(
         spec.key_value_elements("window"), kv_bytes, gradient_bytes, recompute=recompute, reached=reached
     )
@@ -79,32 +79,32 @@ def _sent_per_token(elements: int, kv_bytes: int, gradient_bytes: int, *, recomp
 
 
 def messages_per_hop(spec: ModelSpec, *, recompute: bool = False, reached: float = 1.0) -> float:
-    """Return how many messages one micro-batch sends over one hop of its ring, all layers.
+    """Return the number of messages of a micro-batch per ring hop, over all layers.
 
-    One forward and one backward, in which dK/dV travel with K/V; recomputing runs the forward's ring once more. States
-    of linear attention go up the ring and down again.
+    One per forward and backward pass (dK/dV are sent with K/V); recomputation repeats the forward ring. States of
+    linear attention pass up the ring and back down.
     """
     per_pass = spec.ring_layers + 2 * spec.state_layers
     return per_pass * (1 + reached * (2 if recompute else 1))
 
 
 def messages_per_halo(spec: ModelSpec, *, recompute: bool = False, reached: float = 1.0) -> float:
-    """Return how often a micro-batch sends each message of its halo, all layers with windows.
+    """Return how often a micro-batch sends each halo message, over all window layers.
 
-    In backward keys and values come once more, and their gradients go back.
+    Backward exchanges keys and values again and returns their gradients.
     """
     return spec.window_layers * (1 + reached * (3 if recompute else 2))
 
 
 def counted_heads(spec: ModelSpec, recipe: Recipe, cut: Cut = WHOLE, *, message_seconds: float) -> Heads:
-    """Count bytes and messages of exchanges of tokens for heads.
+    """Count bytes and messages of Ulysses all-to-alls.
 
-    Queries, keys and values go one way and outputs back, and so do their gradients: two messages to each rank of the
-    set and layer, forward and backward. A third in backward has a number of each query head, in at least fp32.
+    Queries, keys and values are sent one way and outputs back, as are their gradients: two messages per peer and layer,
+    forward and backward. A third message in backward has a value per query head, in at least fp32.
 
     Args:
-        spec, recipe, cut: the description, recipe and cut of the job.
-        message_seconds: the seconds of one message.
+        spec, recipe, cut: model, recipe and parallelism of the job.
+        message_seconds: fixed cost of a message.
     """
     reached = backward_of(spec, recipe).layers
     passes = 1 + reached * (1 + (recipe.recompute == "full"))
@@ -123,7 +123,7 @@ def counted_heads(spec: ModelSpec, recipe: Recipe, cut: Cut = WHOLE, *, message_
     )
 
 
-@lru_cache(maxsize=256)  # recipes that recompute as needed are made of those that do alike
+@lru_cache(maxsize=256)  # as-needed recomputation combines profiles of single levels
 def analytic_profile(
     spec: ModelSpec,
     cluster: ClusterSpec,
@@ -134,16 +134,16 @@ def analytic_profile(
     cut: Cut = WHOLE,
     peers: int = 0,
 ) -> CostProfile:
-    """Compute a cost profile of origin `analytic`; its measurement block holds every assumption.
+    """Compute an analytic cost profile; its measurement block records all assumptions.
 
     Args:
         spec: the model.
-        cluster: gives rates, bandwidths and the memory of a device.
-        recipe: the recipe that times and memory are of.
-        sync: the sync of the plans to be made: it decides the tensors that a rank gathers and keeps.
-        ranks: the ranks of the job.
-        cut: the cut of the model over devices of a rank, and of its experts over ranks.
-        peers: ring peers of a rank, whose channels take memory.
+        cluster: provides rates, bandwidths and device memory.
+        recipe: training recipe.
+        sync: sync of the plans; it determines which tensors a rank gathers and keeps.
+        ranks: number of ranks.
+        cut: tensor, pipeline and expert parallelism.
+        peers: ring peers of a rank, whose connections take memory.
     """
     job = _Job(
         spec=spec,
@@ -183,7 +183,7 @@ def analytic_profile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """A model on a cluster, and how it runs there."""
+    """A model on a cluster, with its recipe and parallelism."""
 
     spec: ModelSpec
     cluster: ClusterSpec
@@ -225,10 +225,10 @@ class _Job:
         )
 
     def exchange_seconds_per_token(self, *, passes: float) -> float:
-        """Return the seconds per token of sending tokens to experts of other ranks, and their results back.
+        """Return seconds per token of exchanging tokens with experts on other ranks.
 
         Args:
-            passes: forwards and backwards, each of which sends both ways.
+            passes: number of forward and backward passes, each of which sends there and back.
         """
         experts, among = self.spec.experts, self.cut.expert_parallel
         if experts is None or among == 1:
@@ -241,7 +241,7 @@ class _Job:
         return passes * sent * (among - 1) / among / devices / rate
 
     def chunk_seconds_per_token(self, *, reached: float) -> float:
-        """Return the seconds of a hop outside its kernel, per token; 0 if the memory bandwidth is unknown."""
+        """Return a ring hop's seconds per token outside its kernel; 0 if memory bandwidth is unknown."""
         if self.cluster.memory_bytes_per_second is None:
             return 0.0
         forwards = 1 + reached * (self.recipe.recompute == "full")
@@ -254,9 +254,9 @@ class _Job:
         return size / self.cluster.memory_bytes_per_second / self.cut.devices
 
     def elementwise_seconds_per_token(self, *, reached: float) -> float:
-        """Return the seconds per token of recomputed norms, rotations and activation functions, which memory bounds.
+        """Return seconds per token of recomputed elementwise operations, which are bound by memory bandwidth.
 
-        Recomputed matrices have no such term: their efficiency stands for all of a layer.
+        Recomputed matrices need no such term: their efficiency covers the entire layer.
         """
         moved = MOVED_PER_RECOMPUTED_BYTE.get(self.recipe.recompute)
         if moved is None:
@@ -269,9 +269,9 @@ class _Job:
         return reached * moved * size / (rate * _ELEMENTWISE_EFFICIENCY) / self.cut.devices
 
     def offload_seconds_per_token(self, linear_seconds: float) -> float:
-        """Return the seconds per token of copies to the host and back that no layer's matrices hide.
+        """Return seconds per token of host offloading that computation does not hide.
 
-        Every micro-batch is priced as offloaded; the runtime offloads only those that would not fit.
+        All micro-batches are priced as offloaded, although the runtime offloads only those that would not fit.
         """
         if self.recipe.offload == "none":
             return 0.0
@@ -285,19 +285,19 @@ class _Job:
         ).visible_seconds
 
     def microbatch_seconds(self) -> float:
-        """Return the host's work for a micro-batch, which a device with little to do waits for."""
+        """Return the fixed cost of a micro-batch: host time that an underused device waits for."""
         issued = host_operations(self.spec, self.recipe) * (self.cluster.operation_seconds or 0.0)
         return (self.cluster.microbatch_seconds or 0.0) + issued / self.cut.pipeline_parallel
 
     def heads(self) -> Heads | None:
-        """Price exchanges of tokens for heads; None if messages take no time, as in the papers' formula."""
+        """Price Ulysses all-to-alls; None if messages take no time, as in the papers' formula."""
         seconds = self.cluster.message_seconds
         return counted_heads(self.spec, self.recipe, self.cut, message_seconds=seconds) if seconds else None
 
     def last_hop(self, *, gradient_bytes: int, reached: float) -> tuple[float, float]:
-        """Return bytes per token and seconds of a ring's last hop; 0 if `heads` has none.
+        """Return bytes per token and seconds of a ring's last hop; (0, 0) if messages take no time.
 
-        Backward needs two messages more than forward: gradients come one hop behind keys, and travel home.
+        Backward needs two more messages than forward: gradients follow one hop behind keys, and return to their owner.
         """
         if not self.cluster.message_seconds:
             return 0.0, 0.0
@@ -312,14 +312,14 @@ class _Job:
         matrix_rate = cluster.peak_flops * cluster.linear_efficiency * devices
         rate = cluster.attention_rate
         attention_rate = cluster.peak_flops * rate.forward * devices
-        # Recomputing runs the forward again; `selective` keeps attention's output, and so skips its ring.
+        # Recomputation repeats the forward; `selective` saves attention outputs, and so skips its ring.
         runs_ring_again, recomputes = recipe.recompute == "full", recipe.recomputes_matrices
         backward = backward_of(spec, recipe)
         attention_backward = ATTENTION_BACKWARD * (rate.forward / rate.backward) + runs_ring_again
         passes = 1 + backward.layers * attention_backward
         token_seconds = rate.token_pairs * passes / attention_rate
         kv_bytes = precision_of(recipe).activation
-        # The runtime's rings sum dK and dV in at least fp32.
+        # Rings accumulate dK and dV in at least fp32.
         sent: dict[str, Any] = {"recompute": runs_ring_again, "reached": backward.layers}
         widths: dict[str, Any] = {"kv_bytes": kv_bytes, "gradient_bytes": max(4, kv_bytes)}
         ring_bytes = ring_bytes_per_token(spec, **widths, **sent)
@@ -401,7 +401,7 @@ def _assumed_rate(cluster: ClusterSpec) -> dict[str, Any]:
     return {
         "attention_kernel": cluster.attention_kernel,
         "attention_rate": asdict(cluster.attention_rate),
-        # Of long sequences, forward and backward, as multiples of the kernel's that the profile is of.
+        # For long sequences, forward and backward, relative to the profile's kernel.
         "attention_seconds_by_kernel": {
             name: round(value / seconds[cluster.attention_kernel], 3) for name, value in seconds.items()
         },

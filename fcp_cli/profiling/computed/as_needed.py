@@ -1,4 +1,4 @@
-"""Computes the cost profile of recomputation as needed from those of its levels."""
+"""Computes the cost profile of as-needed recomputation from profiles of its levels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fcp_cli.recipe import LayerRecompute, Recipe
 def as_needed_profile(
     recipe: Recipe, tokens: Mapping[LayerRecompute, int], profile_of: Callable[[Recipe], CostProfile]
 ) -> CostProfile:
-    """Return the profile of the first level, with the levels that pay.
+    """Return the profile of the first level, extended by the worthwhile levels.
 
     Args:
-        recipe: the recipe of the plan, whose layers recompute as needed.
-        tokens: the tokens that a rank holds with all layers at each level.
-        profile_of: computes the profile of a recipe with one level.
+        recipe: recipe with as-needed recomputation.
+        tokens: token capacity of a rank with all layers at each level.
+        profile_of: computes the profile of a recipe with a single level.
     """
     profiles = {kind: profile_of(replace(recipe, recompute=kind)) for kind in tokens}
     first = profiles[next(iter(tokens))].coefficients.linear_seconds_per_token
@@ -42,10 +42,10 @@ def as_needed_profile(
 
 
 def with_level_tokens(profile: CostProfile, tokens: Mapping[LayerRecompute, int]) -> CostProfile:
-    """Return a profile with recomputation as needed for ranks that hold other numbers of tokens at its levels.
+    """Return a profile with as-needed recomputation, adapted to other token capacities of its levels.
 
     Raises:
-        UsageError: they hold nothing at its first level, of which its times are.
+        UsageError: no token fits at its first level, to which its times apply.
     """
     levels = convex(
         [
@@ -57,8 +57,8 @@ def with_level_tokens(profile: CostProfile, tokens: Mapping[LayerRecompute, int]
     first = profile.recompute_levels[0].recompute
     if levels[0].recompute != first:
         raise UsageError(
-            f"the cost profile of {profile.model} on {profile.cluster} has times of layers with recomputation {first}, "
-            "with which no token fits these ranks; remove --profile, or plan for more --ranks"
+            f"the cost profile of {profile.model} on {profile.cluster} has times for recomputation {first}, with "
+            "which no token fits on these ranks; remove --profile, or plan for more --ranks"
         )
     found = replace(profile, recompute_levels=levels)
     return replace(found, text=dump_cost_profile(found))

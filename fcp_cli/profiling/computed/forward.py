@@ -1,9 +1,9 @@
-"""A cost profile of forward passes, derived from one of training, for log-probabilities and reference models.
+"""Derives a cost profile of forward passes from a training profile, for log-probabilities and reference models.
 
-Each coefficient is that of training times the share that a forward has in it, by the operations, bytes and messages
-that `analytic` counts: no backward, nothing recomputed, only keys and values in the ring. The fixed cost of a
-micro-batch is launches, shared as those of the matrices are. A wave gathers weights once and scatters no gradients; a
-step sums none and updates nothing. Rates and bandwidths stay, and so does the share of a ring that nothing hides.
+Each training coefficient is multiplied by the share of the forward pass, from the operations, bytes and messages that
+`analytic` counts: no backward, no recomputation, only keys and values in the ring. The fixed cost of a micro-batch is
+scaled like the matrices. A wave gathers weights once; there is no gradient reduction or update. Rates, bandwidths and
+the exposed share of a ring are unchanged.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fcp_cli.validation import validated
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardShares:
-    """Share of a forward in training, by coefficient: 1 / 3.5 of attention and 1 / 3 of matrices in the usual case.
+    """Share of the forward pass in training, by coefficient: usually 1 / 3.5 for attention and 1 / 3 for matrices.
 
     Attributes:
-        attention, linear: the terms of the language model.
-        ring_bytes, ring_hops, chunks: the terms of rings: bytes, messages, and the cost of short chunks.
-        halo_messages: the halo messages of halos, whose bytes have the share of rings'.
-        vision, vision_pairs: the terms of the encoder's matrices, and of its attention.
-        wave_floor: the floor of a wave's gathers and scatters.
+        attention, linear: terms of the language model.
+        ring_bytes, ring_hops, chunks: terms of rings: bytes, messages, and the overhead of chunks.
+        halo_messages: messages of halos; their bytes have the share of rings.
+        vision, vision_pairs: terms of the encoder's matrices and attention.
+        wave_floor: minimum time of a wave's collectives.
     """
 
     attention: float
@@ -55,11 +55,11 @@ class ForwardShares:
 
 
 def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float = 1.0) -> ForwardShares:
-    """Return the shares of a forward in training under a recipe; common figures of the model cancel out.
+    """Return the forward shares for a recipe; common factors of the model cancel out.
 
     Args:
-        spec, recipe: the description and recipe of the training profile.
-        backward_slowdown: rate of the attention kernel's forward over that of its backward.
+        spec, recipe: model and recipe of the training profile.
+        backward_slowdown: forward rate of the attention kernel / backward rate.
     """
     backward, precision = backward_of(spec, recipe), precision_of(recipe)
     again, recomputes = recipe.recompute == "full", recipe.recomputes_matrices
@@ -78,8 +78,8 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
     return ForwardShares(
         attention=1 / (1 + backward.layers * attention_backward),
         linear=1 / backward.language.total(recomputes=recomputes),
-        ring_bytes=alone / sent if sent else 1.0,  # of linear attention nothing goes around
-        ring_hops=messages_per_hop(spec, reached=0.0) / hops if hops else 1.0,  # none either if all layers have windows
+        ring_bytes=alone / sent if sent else 1.0,  # linear attention sends no keys and values
+        ring_hops=messages_per_hop(spec, reached=0.0) / hops if hops else 1.0,  # 0 if all layers have windows
         halo_messages=1 / (1 + backward.layers * (2 + again)),
         chunks=CHUNK_BYTES_FORWARD / chunks,
         vision=1 / backward.vision.total(recomputes=recipe.recomputes_layers),
@@ -89,18 +89,17 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
 
 
 def forward_profile(profile: CostProfile) -> CostProfile:
-    """Return the profile of forward passes under the same model, cluster and recipe; one of forward passes unchanged.
+    """Return the forward profile of a training profile; a forward profile is returned unchanged.
 
-    If the profile does not say its recipe, nothing is recomputed; if its model is not known, the shares are those of
-    the default model, which differ from others' only for adapters and frozen weights. The memory stays that of
-    training, which holds more.
+    Without a recorded recipe, no recomputation is assumed. For an unknown model, the default model's shares are used,
+    which differ only for adapters and frozen weights. Memory stays that of training, which is larger.
     """
     if profile.phase == "forward":
         return profile
     slowdown = backward_slowdown(profile)
     recipe, levels = profile.recipe or Recipe(), profile.recompute_levels
     if levels:
-        recipe = replace(recipe, recompute=levels[0].recompute)  # that the coefficients are of
+        recipe = replace(recipe, recompute=levels[0].recompute)  # the level of the coefficients
     shares = forward_shares(known_model(profile.model) or load_model(DEFAULT_MODEL), recipe, backward_slowdown=slowdown)
     ground = profile.common_ground
     made = replace(
@@ -117,7 +116,7 @@ def forward_profile(profile: CostProfile) -> CostProfile:
 
 
 def backward_slowdown(profile: CostProfile) -> float:
-    """Return the rate of attention's forward over its backward's that a computed profile assumes, or 1."""
+    """Return the forward / backward rate of attention that a computed profile assumes, or 1."""
     rate = profile.measurement.get("attention_rate")
     if rate is None:
         return 1.0
@@ -126,7 +125,7 @@ def backward_slowdown(profile: CostProfile) -> float:
 
 
 def _exchanged(heads: Heads, share: float) -> Heads:
-    """Return the seconds of all-to-alls without those of backward, which are as many."""
+    """Return the all-to-all costs scaled to the forward pass."""
     return replace(
         heads,
         exchange_bytes_per_token=heads.exchange_bytes_per_token * share,
@@ -147,7 +146,7 @@ def _scaled(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
         window_seconds_per_token2=coefficients.window_seconds_per_token2 * shares.attention,
         halo_bytes_per_token=coefficients.halo_bytes_per_token * shares.ring_bytes,
         halo_message_seconds=coefficients.halo_message_seconds * shares.halo_messages,
-        last_hop_bytes_per_token=0.0,  # gradients on their way home
+        last_hop_bytes_per_token=0.0,  # only returns gradients
         last_hop_seconds=0.0,
         vision_seconds_per_patch=coefficients.vision_seconds_per_patch * shares.vision,
         vision_seconds_per_patch2=coefficients.vision_seconds_per_patch2 * shares.vision_pairs,
@@ -155,7 +154,7 @@ def _scaled(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
 
 
 def _without_elementwise(profile: CostProfile) -> Coefficients:
-    """Return the coefficients without the recomputed elementwise operations that a computed profile states."""
+    """Return the coefficients without recomputed elementwise operations, as stated by a computed profile."""
     seconds = float(profile.measurement.get("elementwise_seconds_per_token", 0.0))
     linear = max(0.0, profile.coefficients.linear_seconds_per_token - seconds)
     return replace(profile.coefficients, linear_seconds_per_token=linear)

@@ -1,7 +1,7 @@
-"""Operations that the host issues for a micro-batch: its fixed cost, at any number of tokens.
+"""Counts operations that the host launches per micro-batch: a fixed cost, independent of tokens.
 
-Counted of transformers' own layers under bf16 autocast, without those that only make views; a test counts them again.
-Layers with a state and blocks of a vision encoder count as layers of Llama.
+Counted from transformers' layers under bf16 autocast, without operations that only create views; a test recounts them.
+Layers with a state and vision encoder blocks count as Llama layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _EXPERTS: Final = _Operations(14, 13)
 _TWO_MORE_NORMS: Final = _Operations(22, 34)
 
 
-# Forwards that recomputation adds. If products are kept, both pass through Python, which takes as long again.
+# Forward passes added by recomputation. If products are saved, both passes go through Python, which takes as long
+# again.
 _AGAIN: Final[Mapping[Recompute, float]] = {
     "none": 0.0,
     "activation": 0.25,
@@ -37,7 +38,7 @@ _AGAIN: Final[Mapping[Recompute, float]] = {
 
 
 def host_operations(spec: ModelSpec, recipe: Recipe) -> float:
-    """Return the operations of one forward and backward of all layers, and of recomputation."""
+    """Return the operations of a forward and backward pass of all layers, including recomputation."""
     backward = backward_of(spec, recipe)
     found = 0.0
     for kind, count in spec.kinds.items():
@@ -51,7 +52,7 @@ def host_operations(spec: ModelSpec, recipe: Recipe) -> float:
 
 
 def layer_operations(spec: ModelSpec, kind: LayerKind) -> _Operations:
-    """Return the operations of a layer, forward and backward."""
+    """Return the forward and backward operations of a layer."""
     parts = [_LAYER]
     if spec.qk_norm and kind.attends:
         parts.append(_HEAD_NORMS)
@@ -59,5 +60,5 @@ def layer_operations(spec: ModelSpec, kind: LayerKind) -> _Operations:
         parts.append(_EXPERTS)
     if spec.has("four norms"):
         parts.append(_TWO_MORE_NORMS)
-    share = ((kind.attention != "none") + (kind.mlp != "none")) / 2  # a norm and the operations after it
+    share = ((kind.attention != "none") + (kind.mlp != "none")) / 2  # half a layer: a norm and the operations after it
     return _Operations(share * sum(part.forward for part in parts), share * sum(part.backward for part in parts))

@@ -1,7 +1,7 @@
-"""Computes the seconds of a step outside its micro-batches, from the figures of a model and a cluster.
+"""Computes the time of a step outside its micro-batches from model and cluster descriptions.
 
-Bytes that ranks of several nodes exchange pass the links of each node: `links_per_node`, each as fast as a ring's. What
-one rank gathers arrives once at its node for each device of a rank; inside a node each device receives all of it.
+Traffic between nodes shares `links_per_node` links per node, each as fast as a ring's. Gathered data enters a node once
+per device of a rank; inside a node, each device receives all of it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from fcp_cli.models.cluster import ClusterSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCollectives:
-    """Collectives of all ranks that share something out.
+    """Timing of sharded collectives.
 
     Attributes:
-        shards: ranks that share one copy.
-        copies: how many copies there are of the sharded tensors (HSDP).
-        ranks_per_node, devices_per_rank: determine the ranks of a node.
-        intra, node: bytes per second between devices of a node, and of all links of a node together.
+        shards: number of ranks per replica.
+        copies: number of replicas (HSDP).
+        ranks_per_node, devices_per_rank: placement of ranks on nodes.
+        intra, node: bandwidth between devices in a node, and of all links of a node together.
     """
 
     shards: int
@@ -32,13 +32,13 @@ class StepCollectives:
     node: float
 
     def gather_seconds(self, size: float) -> float:
-        """Return the seconds to gather (or to sum and scatter) `size` bytes, of one device's whole."""
+        """Return the seconds of an all-gather (or reduce-scatter) of `size` bytes per device."""
         received = size * (self.shards - 1) / self.shards
         crosses = self.shards > self.ranks_per_node
         return max(received / self.intra, received * self.devices_per_rank / self.node if crosses else 0.0)
 
     def copies_seconds(self, size: float) -> float:
-        """Return the seconds to sum the shares of `size` bytes over copies that lie on several nodes."""
+        """Return the seconds to all-reduce shards of `size` bytes over replicas on different nodes."""
         if self.copies == 1:
             return 0.0
         devices = min(self.shards, self.ranks_per_node) * self.devices_per_rank
@@ -46,12 +46,12 @@ class StepCollectives:
 
 
 def analytic_step_terms(state: State, cluster: ClusterSpec, *, ranks: int) -> StepTerms:
-    """Compute floor, tail and update; all 0 if the cluster does not specify the links of a node.
+    """Compute the wave floor, tail and update; all 0 if the cluster does not specify node links.
 
     Args:
-        state: memory of a rank under the recipe.
-        cluster: bandwidths, links of a node, and the rate of a device's memory.
-        ranks: the ranks of the job.
+        state: model state of a rank under the recipe.
+        cluster: provides bandwidths, node links and memory bandwidth.
+        ranks: number of ranks.
     """
     if cluster.links_per_node is None:
         return StepTerms()
@@ -75,7 +75,7 @@ def analytic_step_terms(state: State, cluster: ClusterSpec, *, ranks: int) -> St
         numbers = 2 * (precision.moments + precision.master) + precision.gradient + precision.weight
         update = numbers * state.trained / (shards if shares else 1) / cluster.memory_bytes_per_second
     if recipe.zero_stage < 3:
-        # Weights come back as gradients went, those of a replica with the sum itself.
+        # Weights return the way gradients went; a replica's are part of the all-reduce.
         back = exchange.gather_seconds(state.computed_weight * state.trained if shares else gradients)
         return StepTerms(tail_seconds=summed + back, update_seconds=update)
     scatters = recipe.reduce == "wave"

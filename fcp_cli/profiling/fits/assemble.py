@@ -1,4 +1,4 @@
-"""Fits a cost profile to samples; its measurement block records samples, machine, and the error of the fit."""
+"""Fits a cost profile to samples; its measurement block records samples, machine and fit errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ACROSS_NODES = ("inter_node", "inter_node_cross_rail")
 
 
 def recipe_of(samples: SamplesFile, request: RecipeRequest, sync: Sync | None) -> tuple[Recipe, Sync]:
-    """Return the recipe and the sync of a profile: the measured ones, overridden by the request."""
+    """Return recipe and sync of a profile: as measured, overridden by the request."""
     measured = samples.subject
     recipe = request.applied_to(measured.recipe)
     was, asked = timed_settings(measured.recipe), timed_settings(recipe)
@@ -60,16 +60,15 @@ def recipe_of(samples: SamplesFile, request: RecipeRequest, sync: Sync | None) -
 def profile_from_samples(
     samples: SamplesFile, *, request: RecipeRequest | None = None, sync: Sync | None = None
 ) -> CostProfile:
-    """Fit a cost profile; its measurement block holds hardware, versions, points, errors and warnings.
+    """Fit a cost profile; its measurement block records hardware, versions, points, errors and warnings.
 
-    Whatever was observed becomes a profile. If the packs are too few or too alike for a fit, the model's own figures
-    are scaled to them; if the recipe leaves no room for tokens, a warning names one that does.
+    Any observations yield a profile. If packs are too few or too similar to fit, the analytic coefficients are scaled
+    to them. If the recipe leaves no memory for tokens, a warning names one that does.
 
     Args:
-        samples: the samples of one measurement, which times a vision encoder both trained and frozen.
-        request: settings of the recipe to use instead of those that were measured with; those that times depend on
-            cannot change.
-        sync: the sync of the plans that the profile is for; None: as it was measured for.
+        samples: samples of a measurement; a vision encoder is timed both trained and frozen.
+        request: recipe settings that override the measured ones; settings that affect times cannot change.
+        sync: sync of the plans; None: as measured.
     """
     subject = samples.subject
     spec = load_model(subject.model)
@@ -103,7 +102,7 @@ def profile_from_samples(
         "assumed": [*fit.kept, *_assumed(samples, spec, encoder), *filter(None, [scaled])],
         "warnings": [*warnings, *memory.warnings(block)] or None,
         "memory": memory.record(max(1, block.tokens_per_rank() or 0)),
-        # Of two layer counts the readings are those of the larger, which the line, the whole model's, does not predict.
+        # With two layer counts, readings are those of the larger; the line for the full model does not predict them.
         "memory_readings": compared_peaks(
             "tokens",
             readings(samples, max(subject.layers)),
@@ -130,7 +129,7 @@ def _kernels(samples: SamplesFile) -> KernelTable | None:
 def _fit(
     samples: SamplesFile, measured: Sequence[MeasuredPoint[Point]], prior: CostProfile
 ) -> tuple[Fit, Sequence[str]]:
-    """Fit the observed packs, or scale the prior to them if they are too few or too alike; return warnings."""
+    """Fit the observed packs, or scale the prior if they are too few or too similar; return warnings."""
     silent = samples.subject.emulate
     fitted, held_out = (
         [point.sample(silent=silent) for point in measured if point.point.held_out is kind] for kind in (False, True)
@@ -152,7 +151,7 @@ def _fit(
 
 
 def _scaled(samples: Sequence[Sample], prior: CostProfile) -> Fit:
-    """Return the prior with its computation scaled by one factor, the median ratio of the samples."""
+    """Return the prior with computation scaled by the median ratio of the samples."""
     seconds = np.array([sample.seconds for sample in samples])
     factor = float(np.median(seconds / predicted_seconds(samples, prior)))
     names = (
@@ -201,7 +200,7 @@ def _vision_record(samples: SamplesFile, fits: Mapping[str, VisionFit], freeze_v
 
 
 def _missing(samples: SamplesFile) -> str:
-    """Name the packs that were to be fitted and were not observed, cheapest first."""
+    """Name the packs to be fitted that were not observed, cheapest first."""
     seen = {line["point"] for line in samples.of_kind("observation")}
     points = [point for point in samples.subject.points() if not point.held_out and point.key not in seen]
     named = [f"{'+'.join(map(str, point.lengths))} at degree {point.degree}" for point in points[:_NAMED_POINTS]]
@@ -209,7 +208,7 @@ def _missing(samples: SamplesFile) -> str:
 
 
 def _on_one_node(profile: CostProfile) -> CostProfile:
-    """Give rings across nodes the bandwidth inside: this machine has no other node."""
+    """Set the inter-node bandwidth to the intra-node one: this machine has no other node."""
 
     def inside(bandwidth: Bandwidth) -> Bandwidth:
         return replace(bandwidth, inter_node=bandwidth.intra_node)
@@ -220,9 +219,9 @@ def _on_one_node(profile: CostProfile) -> CostProfile:
 
 
 def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *, shares_heads: bool) -> CostProfile:
-    """Return figures that packs do not show: transfers between ranks if they were timed, else the cluster's.
+    """Return the prior for coefficients that packs do not determine: transfers as timed, else the cluster's.
 
-    Exchanges of ranks that share heads are priced if they were observed and if the cluster has figures for them.
+    Ulysses all-to-alls are priced if they were measured or the cluster has message costs.
     """
     prior = replace(_computed(samples, spec, recipe, sync), measurement={})
     intra = _transfer_figures(samples, "intra_node")
@@ -231,7 +230,7 @@ def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *,
         prior = replace(prior, heads=counted_heads(spec, recipe, message_seconds=latency))
     if intra is None:
         return prior
-    # A ring is as slow as its slowest hop, and rings over parts of nodes cross rails.
+    # A ring is as slow as its slowest hop, and rings over parts of nodes use cross-rail links.
     across = [figures[1] for tier in _ACROSS_NODES if (figures := _transfer_figures(samples, tier)) is not None]
     inter = min(across, default=prior.bandwidth.inter_node)
     again = recipe.recompute == "full"
@@ -309,12 +308,12 @@ def _circumstances(samples: SamplesFile, environment: Mapping[str, Any]) -> dict
 
 
 def _clocks(samples: SamplesFile) -> dict[str, Any]:
-    """Return the clocks of all ranks, in MHz, before the first observation and after the last; empty on a CPU."""
+    """Return the clocks of all ranks in MHz before the first and after the last observation; {} on a CPU."""
     return {f"clocks_{line['when']}_mhz": line["sm_mhz"] for line in samples.of_kind("clocks")}
 
 
 def _first_contacts(samples: SamplesFile) -> dict[str, Any]:
-    """Return the extra seconds of the first message between two ranks, by tier."""
+    """Return the extra time of the first message between two ranks, by tier."""
     return {
         line["tier"]: {
             "milliseconds": 1e3 * float(np.median(line["seconds"])),
@@ -335,9 +334,9 @@ def _errors(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> dict[st
 
 
 def _errors_by_group(measured: Sequence[MeasuredPoint[Point]], predicted: Any) -> list[dict[str, Any]]:
-    """Return the mean absolute errors, in per cent, at each degree, of rings and of each kind of sets that share heads.
+    """Return mean absolute errors in percent, by degree and Ulysses degree.
 
-    They are None if nothing was held out.
+    Held-out errors are None if nothing was held out.
     """
     found = []
     for degree, shared in sorted({(point.point.degree, point.point.heads_degree) for point in measured}):
@@ -364,7 +363,7 @@ def _described(point: Point) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Round measured figures to six significant digits, and drop unknown ones."""
+    """Round measured values to six significant digits, and drop None."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, Mapping):

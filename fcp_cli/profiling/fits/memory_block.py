@@ -1,4 +1,4 @@
-"""The memory block of a measured profile: bytes per token as they were measured, all else from the one memory model."""
+"""Memory block of a measured profile: measured bytes per token, everything else from the memory model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fcp_cli.recipe import Recipe, RecipeRequest
 
 
 def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cpu: bool) -> JobRanks:
-    """Return the ranks that a profile's memory is of: those that measure, or the whole cluster that one represents."""
+    """Return the ranks of a profile's memory: those measured, or the full cluster that a single rank represents."""
     per_node = ranks // nodes
     if ranks == 1 and not on_cpu:
         like = load_cluster(cluster)
@@ -38,11 +38,11 @@ def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFigures:
-    """Memory figures of a profile.
+    """Memory of a profile.
 
     Attributes:
-        spec, recipe, sync, place: the description, recipe, sync and place of the job.
-        samples: the samples that bytes per token are read from.
+        spec, recipe, sync, place: model, recipe, sync and ranks of the job.
+        samples: samples with peak memory.
     """
 
     spec: ModelSpec
@@ -56,22 +56,22 @@ class MemoryFigures:
         return self.place.memory(self.spec, self.recipe, self.sync)
 
     def block(self) -> Memory:
-        """Return the block: measured bytes per token if peaks of growing packs showed them.
+        """Return the memory block, with measured bytes per token if peaks of growing packs determine them.
 
-        A visual token's bytes include those of its patches, unless the encoder is frozen.
+        Bytes of a visual token include its patches, unless the encoder is frozen.
         """
         memory = self.estimate.as_profile_memory(self.place.capacity_bytes)
         measured = text_bytes_per_token(self.samples, self.spec)
         if measured is None:
             return memory
-        if self.place.num_ranks > 1:  # the packs ran without rings
+        if self.place.num_ranks > 1:  # packs were measured without rings
             measured += self._more_in_rings()
         return replace(memory, bytes_per_token=measured + self._visual_token_bytes())
 
     def _more_in_rings(self) -> float:
-        """Return by how many bytes per token a member of a ring exceeds a rank on its own, by the estimate.
+        """Return the estimated extra bytes per token of a ring member.
 
-        Rings take their buffers in attention's backward; a rank mostly holds more at another moment.
+        Ring buffers peak in attention's backward, whereas a rank usually peaks at another moment.
         """
         whole = replace(self.recipe, zero_stage=0, shard_ranks=None)  # sharding does not change the bytes of tokens
         alone, member = (rank_memory(self.spec, whole, sync="iteration", ranks=ranks) for ranks in (1, 2))
@@ -87,7 +87,7 @@ class MemoryFigures:
         return vision.merge_size**2 * per_patch
 
     def record(self, tokens: int) -> Mapping[str, Any]:
-        """Return the estimated memory of a rank with so many tokens, for a profile's measurement."""
+        """Return the estimated memory of a rank with `tokens` tokens, for the measurement block."""
         return {
             "ranks": self.place.num_ranks,
             "at_tokens": tokens,
@@ -95,12 +95,12 @@ class MemoryFigures:
         }
 
     def fitting(self) -> FittedRecipe:
-        """Return a recipe that fits and needs no other times: settings that packs were timed under are unchanged."""
+        """Return a recipe that fits with the same times: settings that affect times are unchanged."""
         asked = RecipeRequest.to_train_as(self.recipe, **timed_settings(self.recipe))
         return fitting_recipe(self.spec, asked, self.place)
 
     def warnings(self, found: Memory) -> list[str]:
-        """Describe the shortage if the model leaves no memory for tokens, and a recipe that fits."""
+        """Return warnings if the model leaves no memory for tokens, with a recipe that fits."""
         if (found.tokens_per_rank() or 0) >= 1:
             return []
         size = f"{found.model_state_bytes / 1e9:.1f} of the {found.capacity_bytes / 1e9:.1f} GB that a rank may use"
@@ -113,8 +113,8 @@ class MemoryFigures:
         if thriftiest.tokens >= 1:
             command = shlex.join(["fcp", "profile", *thriftiest.flags(), "--fresh"])
             return [
-                f"{does_not}; {thriftiest.recipe.describe()} leaves {thriftiest.tokens:,} tokens per rank, and takes "
-                f"other times: {command}"
+                f"{does_not}; {thriftiest.recipe.describe()} leaves {thriftiest.tokens:,} tokens per rank, and needs "
+                f"new times: {command}"
             ]
         return [
             f"{does_not}, and no recipe would on {self.place.num_ranks} ranks; plan for more ranks, or cut the model "
@@ -123,9 +123,9 @@ class MemoryFigures:
 
 
 def text_bytes_per_token(samples: SamplesFile, spec: ModelSpec) -> float | None:
-    """Return the whole language model's bytes per token; None if peaks do not show it.
+    """Return the full language model's bytes per token; None if peaks do not determine them.
 
-    With two layer counts a < b the remaining layers are added at the slopes' difference.
+    With two layer counts, remaining layers are extrapolated linearly.
     """
     layers = samples.subject.layers
     slopes = [slope_of_peaks(readings(samples, count)) for count in layers]
@@ -139,7 +139,7 @@ def text_bytes_per_token(samples: SamplesFile, spec: ModelSpec) -> float | None:
 
 
 def readings(samples: SamplesFile, layers: int) -> list[tuple[float, float]]:
-    """Return (tokens, peak bytes) of packs on one rank with so many layers."""
+    """Return (tokens, peak bytes) of single-rank packs with this layer count."""
     most = max(samples.subject.layers)
     return [
         (line["tokens"], line["peak_bytes"])

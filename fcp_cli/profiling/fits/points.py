@@ -1,6 +1,6 @@
-"""The packs to measure: lengths in powers of two and packs of equal and mixed sequences; others are held out.
+"""The packs to measure: powers of two and packs of equal sequences for the fit, others held out.
 
-A vision encoder runs single parts of growing size and many parts of one size; others between them are held out.
+A vision encoder runs single parts of growing size and many equal parts; sizes between them are held out.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from typing import TypeVar
 
 from fcp_cli.errors import UsageError
 
-LEAST_LENGTH = 64  # a shorter micro-batch costs its fixed part, at any length
+LEAST_LENGTH = 64  # below it, the fixed cost dominates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A pack to be measured at a degree; a held-out one is never fitted, only compared.
-
-    Of the degree, sets of `heads_degree` ranks share heads.
-    """
+    """A pack to measure at a degree; held-out packs are compared, never fitted."""
 
     lengths: tuple[int, ...]
     degree: int
@@ -31,7 +28,7 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The name of the point in the samples file."""
+        """Name of the point in the samples file."""
         sets = f"h{self.heads_degree}" if self.heads_degree > 1 else ""
         return f"{self.degree}{'x' if self.crosses_nodes else ''}{sets}:{'+'.join(map(str, self.lengths))}"
 
@@ -41,15 +38,15 @@ class Point:
 
     @property
     def work(self) -> float:
-        """A number without a unit that grows with the time that a layer takes."""
+        """Relative cost of a layer, without a unit."""
         return (sum(length * length for length in self.lengths) + 2048 * self.tokens) / self.degree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionPoint:
-    """A call of the vision encoder to be measured: square parts of so many patches along a side.
+    """A vision encoder call to measure: square parts, given by their sides in patches.
 
-    `trained` runs a backward, too; a frozen encoder has none.
+    `trained` calls include a backward pass.
     """
 
     sides: tuple[int, ...]
@@ -58,7 +55,7 @@ class VisionPoint:
 
     @property
     def key(self) -> str:
-        """The name of the point in the samples file."""
+        """Name of the point in the samples file."""
         parts = (f"{side}x{len(list(alike))}" for side, alike in groupby(self.sides))
         return f"vision {'trained' if self.trained else 'frozen'}:{'+'.join(parts)}"
 
@@ -72,7 +69,7 @@ class VisionPoint:
 
     @property
     def work(self) -> float:
-        """A number without a unit that grows with the time that a layer takes."""
+        """Relative cost of a layer, without a unit."""
         forward = sum(patches * patches for patches in self.part_patches) + 2048 * self.patches
         return float((3 if self.trained else 1) * forward)
 
@@ -81,10 +78,10 @@ P = TypeVar("P", Point, VisionPoint)
 
 
 def measurement_points(max_length: int, degrees: Sequence[int], *, crosses_nodes: bool = False) -> list[Point]:
-    """Return the points of one measurement, cheapest first: fitted and held-out ones of every degree.
+    """Return the points of a measurement, cheapest first, fitted and held out, for each degree.
 
-    Fitted: single sequences of 64, 128, ... max_length tokens and packs of equal sequences. Held out: lengths between
-    those, and packs drawn at random (always the same ones).
+    Fitted: single sequences of 64, 128, ... max_length tokens, and packs of equal sequences. Held out: lengths in
+    between, and random packs from a fixed seed.
     """
     if max_length < 8 * LEAST_LENGTH:
         raise UsageError(f"--max-length is {max_length}; it must be at least {8 * LEAST_LENGTH}")
@@ -101,9 +98,10 @@ def measurement_points(max_length: int, degrees: Sequence[int], *, crosses_nodes
 
 
 def heads_points(max_length: int, degrees: Sequence[int], heads_degrees: Sequence[int]) -> list[Point]:
-    """Return the points of groups that share heads, cheapest first: all groups of these degrees and sets.
+    """Return the points with Ulysses, cheapest first, for all possible pairs of degree and Ulysses degree.
 
-    Fitted: three lengths of each group that is one set. Held out: four between them, of sets that form a ring, too.
+    Fitted: three lengths of each pure Ulysses group. Held out: four lengths in between, also of Ulysses groups in a
+    ring.
     """
     groups = [(degree, shared) for degree in degrees for shared in heads_degrees if degree % shared == 0]
     points = [
@@ -130,14 +128,14 @@ def _between(max_length: int) -> list[tuple[int, ...]]:
     lengths: list[tuple[int, ...]] = []
     length = 96
     while length < max_length:
-        # Not a multiple of any kernel's tile, as real sequences are not: only powers of two would flatter the fit.
+        # Like real lengths, not a multiple of any kernel's tile: powers of two would flatter the fit.
         lengths.append((length + length % 7,))
         length *= 2
     return lengths[1:]
 
 
 def _random_packs(max_length: int, packs: int = 5) -> list[tuple[int, ...]]:
-    """Draw long-tailed packs, the same at every call."""
+    """Draw long-tailed packs from a fixed seed."""
     draw = random.Random(max_length)
     found = []
     for number in range(packs):
@@ -152,19 +150,19 @@ def _random_packs(max_length: int, packs: int = 5) -> list[tuple[int, ...]]:
 
 
 LEAST_SIDE = 8  # patches
-MOST_PATCHES = 65_536  # the largest picture that Qwen3-VL's published settings do not resize
+MOST_PATCHES = 65_536  # the largest image that Qwen3-VL's published settings do not shrink
 _FITTED_SIDES = (8, 16, 22, 32, 64, 128, 256)
 _HELD_OUT_SIDES = (12, 24, 44, 88, 176)
 
 
 def vision_points(max_patches: int, *, mixed: bool) -> list[VisionPoint]:
-    """Return calls of a vision encoder, cheapest first: fitted and held-out ones, frozen (forward only) and trained.
+    """Return vision encoder calls, cheapest first: fitted and held out, frozen (forward only) and trained.
 
-    Sides are even, since two by two patches become a token in all families.
+    Sides are even, since all families merge 2 x 2 patches into a token.
 
     Args:
-        max_patches: the most patches of a call, all parts together.
-        mixed: whether parts of several sizes may share a call.
+        max_patches: maximum number of patches per call.
+        mixed: whether a call may have parts of different sizes.
     """
     most = min(max_patches, MOST_PATCHES)
     fitted = [*_single_parts(_FITTED_SIDES, most), *(_parts_of(side, most // share) for side, share in _FITTED_PACKS)]
@@ -181,8 +179,8 @@ def vision_points(max_patches: int, *, mixed: bool) -> list[VisionPoint]:
     return sorted(points, key=lambda point: (point.work, point.key))
 
 
-# (side, n): as many parts of this side as an n-th of the most patches holds. As many patches in small parts as in a
-# large one separate the linear from the quadratic coefficient.
+# (side, n): as many parts of this side as fit into 1/n of the maximum patches. Equal patches in small and large parts
+# separate the linear from the quadratic coefficient.
 _FITTED_PACKS = ((8, 1), (8, 4), (16, 1), (16, 2), (32, 1))
 _HELD_PACKS = ((12, 1), (24, 1), (12, 3))
 _MIXTURES = ((8, 12, 16), (8, 8, 24, 12), (32, 16, 16, 8, 8), (64, 24, 24, 44), (128, 64, 32, 32, 16))
@@ -193,6 +191,6 @@ def _single_parts(sides: Sequence[int], most_patches: int) -> list[tuple[int, ..
 
 
 def _parts_of(side: int, patches: int) -> tuple[int, ...]:
-    """Return as many parts of this side as fit so many patches together; none if not even two do."""
+    """Return as many parts of this side as fit into `patches`; () if fewer than two fit."""
     number = patches // (side * side)
     return (side,) * number if number > 1 else ()

@@ -20,19 +20,18 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics.metrics_reader import read_metrics
 from fcp_cli.runs.metrics.metrics_record import MetricsRecord, RunRecord, StepRecord
 
-# Every so many samples one is held out: the error on these is the expected error of the new profile.
+# Each n-th sample is held out; the error on these estimates the error of the new profile.
 HOLD_OUT_EVERY = 5
 _RUN_KEYS = ("model", "device", "device_name", "num_ranks", "sync", "torch", "started", "plan_hash")
-_ROUNDING = 1e-9  # relative; a smaller difference of seconds is no work of an encoder
+_ROUNDING = 1e-9  # relative; smaller differences are not encoder work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSamples:
-    """The micro-batches that a run timed, the plan it followed, and the cost profile that the plan was made with.
+    """Timed micro-batches of a run, its plan, and the plan's cost profile.
 
     Attributes:
-        closing_seconds: the seconds of those steps that tell it, from the end of the last micro-batch to that of the
-            step.
+        closing_seconds: time from the end of the last micro-batch to the end of the step, for steps that record it.
     """
 
     samples: tuple[Sample, ...]
@@ -44,18 +43,18 @@ class RunSamples:
 
     @property
     def hides_encoder(self) -> bool:
-        """True if a vision encoder may have run whose work the plan did not count."""
+        """Whether a vision encoder may have run that the plan did not price."""
         if self.planned.coefficients.vision_seconds_per_patch:
             return False
         try:
             return load_model(str(self.run.get("model"))).vision is not None
-        except ProfileError:  # the model of a script of the user's
+        except ProfileError:  # the model of a user's script
             return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refit:
-    """A refitted profile and its errors in per cent, before and after, on fitted and held-out micro-batches."""
+    """A refitted profile, with errors in percent before and after, on fitted and held-out micro-batches."""
 
     profile: CostProfile
     before: CostProfile
@@ -69,22 +68,22 @@ class Refit:
 
 
 def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunSamples:
-    """Read a run's micro-batches; lengths come from the plan that it followed.
+    """Read a run's micro-batches, with lengths from its plan.
 
-    The ranks of a group end together, and the last to arrive did not wait: the shortest of their times is the one that
-    the micro-batch took.
+    Ranks of a group end together, and the last one to arrive did not wait: the shortest of their times is the
+    micro-batch's.
 
     Args:
         metrics: the run's metrics.jsonl.
-        plan: the present path of the plan, if it moved since the run.
-        skip_steps: steps to skip after every start, while kernels and caches warm up.
+        plan: path of the plan, if it moved since the run.
+        skip_steps: warm-up steps to skip after each start.
     """
     records = read_metrics(metrics)
     run = records[0]
-    assert run["kind"] == "run"  # as the reader requires
+    assert run["kind"] == "run"  # ensured by the reader
     path = plan or Path(run.get("plan", ""))
     reader = PlanReader(path)
-    if run.get("plan_hash") not in (reader.metadata.plan_hash, ""):  # without one it planned while it trained
+    if run.get("plan_hash") not in (reader.metadata.plan_hash, ""):  # "": the run planned while it trained
         raise ProfileError(
             f"{path} is not the plan of {metrics}: its hash is {reader.metadata.plan_hash[:12]}, the run's is "
             f"{run.get('plan_hash', '')[:12]}; give the right one with --plan"
@@ -114,7 +113,7 @@ def _closing_seconds(records: Iterable[StepRecord]) -> Iterable[float]:
 
 
 def _measured_step(runs: Sequence[RunSamples], before: StepTerms) -> StepTerms:
-    """Return the terms with the closing seconds that the runs had; they do not separate the gradient reduction."""
+    """Return the terms with the measured closing seconds, which include gradient reduction."""
     found = [seconds for run in runs for seconds in run.closing_seconds]
     if not found:
         return before
@@ -154,11 +153,11 @@ def _samples_of_step(step: StepPlan, record: StepRecord, ranks_per_node: int, pl
 
 
 def _patches(sample: Sample, planned_seconds: float, planned: CostProfile) -> float:
-    """Return the encoder's work that was planned for a micro-batch, in patches: all that its lengths do not explain."""
+    """Return the encoder work planned for a micro-batch, in patches: the time not explained by its lengths."""
     per_patch = planned.coefficients.vision_seconds_per_patch
     if not per_patch:
         return 0.0
-    # The plan keeps seconds, not patches: the difference to the seconds by lengths is the encoder's.
+    # The plan stores seconds, not patches: the difference to the seconds by length is the encoder's.
     encoder_seconds = planned_seconds - float(predicted_seconds([sample], planned)[0])
     if encoder_seconds < _ROUNDING * planned_seconds:
         return 0.0
@@ -166,7 +165,7 @@ def _patches(sample: Sample, planned_seconds: float, planned: CostProfile) -> fl
 
 
 def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> Refit:
-    """Fit one profile to the micro-batches of all runs; `before` is by default the profile of the first run's plan."""
+    """Fit a profile to the micro-batches of all runs; `before` defaults to the first run's profile."""
     if before is None:
         before = runs[0].planned
     samples = [sample for run in runs for sample in run.samples]

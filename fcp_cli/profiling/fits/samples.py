@@ -1,7 +1,7 @@
-"""The file that a measurement fills while it runs: JSON Lines, so that a run that dies keeps its samples.
+"""The samples file of a measurement: JSON lines, appended as it runs, so that an aborted run keeps its samples.
 
-The first line describes the measurement and its machine; then comes one line per observation, transfer or memory
-reading; the last line marks the end. A file without it is resumed.
+The first line describes the measurement; then there is a line per observation, transfer or memory reading; the last
+line marks the end. A file without the end mark is resumed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ FORMAT: Final = "fcp-samples/1"
 
 
 def _line(optional: Mapping[str, Any] | None = None, **required: Any) -> type[Any]:
-    """Return the rules of a kind of line as a dataclass: the types of the fields that it must and may have."""
+    """Return a dataclass that validates a kind of line, from the types of its required and optional fields."""
     absent = [(name, rule, field(default=None)) for name, rule in (optional or {}).items()]
     return make_dataclass("Line", [("kind", str), *required.items(), *absent], frozen=True, kw_only=True, slots=True)
 
 
 _Seconds: TypeAlias = tuple[NonNegative, ...]
-# The kinds of lines whose figures are fitted, which have no other fields; the others describe the measurement.
+# Lines used in fits, which have no other fields; other lines are descriptive.
 _FITTED_LINES: Final[Mapping[str, type[Any]]] = {
     "observation": _line(point=NonEmptyText, layers=Count, seconds=_Seconds),
     "transfer": _line(tier=Literal["intra_node", "inter_node", "inter_node_cross_rail"], bytes=Count, seconds=_Seconds),
@@ -53,14 +53,14 @@ _DESCRIBING_LINES: Final[Mapping[str, type[Any]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPoint(Generic[P]):
-    """All observations of a point; `SamplesFile.summary` makes its seconds of them."""
+    """All observations of a point; `SamplesFile.summary` reduces them to `seconds`."""
 
     point: P
     seconds: float
     repeats: int
 
     def record(self, predicted_seconds: float) -> dict[str, Any]:
-        """Return how well it is predicted, for a profile's measurement."""
+        """Return its comparison with the prediction, for the measurement block."""
         return {
             "seconds": self.seconds,
             "predicted_seconds": predicted_seconds,
@@ -82,7 +82,7 @@ class MeasuredPoint(Generic[P]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplesFile:
-    """A samples file as read: the measurement, the model's figures at that time, and the lines by kind."""
+    """Content of a samples file: the measurement, the model's shapes at that time, and the lines."""
 
     subject: Subject
     figures: Mapping[str, Any]
@@ -94,13 +94,13 @@ class SamplesFile:
 
     @property
     def finished(self) -> bool:
-        # A measurement that was taken up again after its end has not finished until it says so again.
+        # A measurement resumed after its end is unfinished until it records another end.
         ends = [line["kind"] for line in self.lines if line.get("kind") in ("finished", "resumed")]
         return bool(ends) and ends[-1] == "finished"
 
     @property
     def shares_cores(self) -> bool:
-        """True if the ranks shared CPU cores while they were measured."""
+        """Whether ranks shared CPU cores during the measurement."""
         return any(line.get("shares_cores") for line in self.of_kind("environment"))
 
     @property
@@ -109,20 +109,20 @@ class SamplesFile:
 
     @property
     def num_fitted(self) -> int:
-        """The number of observed points that a fit may use."""
+        """Number of observed points available to the fit."""
         seen = {line["point"] for line in self.of_kind("observation")}
         return sum(point.key in seen and not point.held_out for point in self.subject.points())
 
     def summary(self, seconds: Sequence[float]) -> float:
-        """Return one figure for repeated observations: their lowest decile, since other load only ever adds.
+        """Reduce repeated observations to one value: the lowest decile, since other load only slows down.
 
-        If the ranks share a device's cores they take turns, and a job sees the median. So it is on
-        accelerators: the fastest samples there ran at clocks that a job cannot sustain.
+        If ranks share cores, the median is what a job sees. It is also used on accelerators, whose fastest samples ran
+        at clocks that a job cannot sustain.
         """
         return float(np.quantile(np.asarray(seconds), 0.5 if self.shares_cores or self.on_accelerators else 0.1))
 
     def seconds_by_point(self, layers: int) -> dict[str, list[float]]:
-        """Return the observed seconds of each point with so many layers."""
+        """Return the observed seconds of each point with this layer count."""
         found: dict[str, list[float]] = {}
         for line in self.of_kind("observation"):
             if line["layers"] == layers:
@@ -131,7 +131,7 @@ class SamplesFile:
 
 
 def kernel_table(samples: SamplesFile) -> KernelTable | None:
-    """Return the table of attention kernels that was measured last, or None."""
+    """Return the latest attention kernel table, or None."""
     lines = samples.of_kind("attention_kernels")
     if not lines:
         return None
@@ -141,8 +141,8 @@ def kernel_table(samples: SamplesFile) -> KernelTable | None:
 
 
 def prepare_samples(measurement: Measurement, *, fresh: bool) -> bool:
-    """Begin a samples file, or find one to resume; true if it is resumed. One with enough points is started over."""
-    measurement.points()  # refuses a `max_length` before anything is written
+    """Start a samples file, or return True to resume an unfinished one; a complete one is replaced."""
+    measurement.points()  # validates `max_length` before writing
     path = measurement.samples
     if path.exists() and not fresh:
         samples = read_samples(path)
@@ -173,7 +173,7 @@ def _require_same(measurement: Measurement, samples: SamplesFile) -> None:
 
 
 def _compared(subject: Subject) -> dict[str, Any]:
-    """Return the key of a measurement's samples: of the recipe, the settings that times depend on."""
+    """Return the settings that must match to resume: of the recipe, only those that affect times."""
     compared = fields_of(Subject, subject)
     del compared["recipe"], compared["sync"]
     return {**compared, **timed_settings(subject.recipe)}
@@ -185,7 +185,7 @@ def _short(value: Any) -> str:
 
 
 def read_samples(path: Path) -> SamplesFile:
-    """Read a samples file; a last line truncated by a kill is skipped."""
+    """Read a samples file; a truncated last line is skipped."""
     if mistaken := another_kind(path, "samples"):
         raise ProfileError(mistaken)
     rows = read_text(path, error=ProfileError, label="the samples ").splitlines()
@@ -193,8 +193,8 @@ def read_samples(path: Path) -> SamplesFile:
     if header is None or header.pop("format", None) != FORMAT:
         raise ProfileError(f"{path} holds no samples of 'fcp profile' ({FORMAT}); give another --samples, or remove it")
     figures = header.pop("figures", {})
-    header.pop("emulate", None)  # follows from the ranks
-    remedy = "give another --samples, or begin again with --fresh"
+    header.pop("emulate", None)  # derived from `ranks`
+    remedy = "give another --samples, or start over with --fresh"
     subject = validated(header, Subject, where=f"{path}, first line", error=ProfileError, remedy=remedy)
     for number, line in enumerate(lines, start=2):
         where, kind = f"{path}, line {number}", "" if line is None else str(line.get("kind"))
@@ -217,7 +217,7 @@ def _parse(row: str) -> dict[str, Any] | None:
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Add one line and close the file, so that it survives any failure."""
+    """Append a line and close the file, so that the line survives a crash."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -228,9 +228,9 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 def measured_points(
     samples: SamplesFile, points: Iterable[P], *, layers: Sequence[int], model_layers: int
 ) -> list[MeasuredPoint[P]]:
-    """Return the points that were observed, for the whole model.
+    """Return the observed points, extrapolated to the full model.
 
-    With two layer counts a < b the model's remaining layers are added at the difference's slope:
+    With two layer counts a < b, remaining layers are extrapolated linearly:
     t = t_a + (model_layers - a) (t_b - t_a) / (b - a).
     """
     observed = [samples.seconds_by_point(count) for count in layers]

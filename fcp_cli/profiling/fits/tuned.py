@@ -1,4 +1,4 @@
-"""Times of a job that trains a part of its model, from measurements with all of it trained."""
+"""Converts times measured with all weights trained to a job that trains only part of the model."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fcp_cli.recipe import Recipe
 
 
 def measured_recipe(spec: ModelSpec, recipe: Recipe) -> Recipe:
-    """Return the recipe that packs are measured under for another: all of the language model is trained.
+    """Return the recipe under which packs are measured: the full language model is trained.
 
-    A vision encoder of which nothing is trained is one that is timed frozen.
+    A vision encoder without trained weights is timed frozen.
     """
     is_frozen = spec.vision is not None and not backward_of(spec, recipe).vision.inputs
     return replace(recipe, lora=None, freeze=None, freeze_vision=is_frozen)
 
 
 def scaled_to_trained(profile: CostProfile, whole: CostProfile, tuned: CostProfile) -> tuple[CostProfile, str | None]:
-    """Return a profile for the trained part, and its assumptions; None without any.
+    """Return the profile scaled to the trained part, and the assumption made, or None.
 
     Args:
-        profile: fitted to the samples.
-        whole: computed for the recipe that was measured.
-        tuned: computed for the recipe that the profile is to be of.
+        profile: fitted profile.
+        whole: computed profile of the measured recipe.
+        tuned: computed profile of the wanted recipe.
     """
     ratios = {
         f.name: getattr(tuned.coefficients, f.name) / before
@@ -40,12 +40,12 @@ def scaled_to_trained(profile: CostProfile, whole: CostProfile, tuned: CostProfi
         profile.with_coefficients(
             lambda c: replace(c, **{name: ratio * getattr(c, name) for name, ratio in changed.items()})
         ),
-        f"coefficients: all of the language model was trained while they were measured; computed for what is: {words}",
+        f"coefficients: measured with the full language model trained, then scaled to the trained part: {words}",
     )
 
 
 def heads_of_trained(heads: Heads, whole: Heads, tuned: Heads) -> Heads:
-    """Return the seconds of exchanges for the trained part, scaled from the whole model's by the counts of both."""
+    """Return the all-to-all costs scaled to the trained part by counted bytes and messages."""
     names = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token", "exchange_seconds")
     counted = {name: getattr(tuned, name) / getattr(whole, name) for name in names}
     return replace(heads, **{name: ratio * getattr(heads, name) for name, ratio in counted.items()})

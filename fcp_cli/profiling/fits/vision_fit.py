@@ -1,4 +1,4 @@
-"""Fits the coefficients of a vision encoder, trained and frozen, to its samples."""
+"""Fits vision encoder coefficients, trained and frozen, to samples."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fcp_cli.profiling.fits.samples import MeasuredPoint, SamplesFile, measured_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionFit:
-    """The fit of one kind of call: trained (forward and backward) or frozen (forward only).
+    """Fit of trained (forward and backward) or frozen (forward only) calls.
 
     Attributes:
-        costs: the fitted coefficients.
-        points: the observed calls, fitted and held out.
-        predicted_seconds: the predicted seconds by `costs`, for each of them.
+        costs: fitted coefficients.
+        points: observed calls, fitted and held out.
+        predicted_seconds: predicted seconds of each call.
     """
 
     costs: VisionCosts
@@ -32,7 +32,7 @@ class VisionFit:
     predicted_seconds: tuple[float, ...]
 
     def error_percent(self, *, held_out: bool) -> float | None:
-        """Return the mean absolute error in per cent; None if no such point was observed."""
+        """Return the mean absolute error in percent, or None without such points."""
         errors = [
             predicted / measured.seconds - 1.0
             for measured, predicted in zip(self.points, self.predicted_seconds, strict=True)
@@ -41,7 +41,7 @@ class VisionFit:
         return mean_absolute_percentage(errors) if errors else None
 
     def record(self) -> dict[str, Any]:
-        """Return the block that a cost profile's measurement keeps."""
+        """Return the record for the measurement block."""
         return {
             "call_seconds": self.costs.call_seconds,
             "seconds_per_patch": self.costs.seconds_per_patch,
@@ -58,7 +58,7 @@ class VisionFit:
 
 
 def fit_vision_samples(samples: SamplesFile, spec: ModelSpec) -> Mapping[str, VisionFit]:
-    """Fit `trained` and `frozen` calls, each if enough of them were observed; none without an encoder."""
+    """Fit `trained` and `frozen` calls, each if enough were observed; {} without an encoder."""
     if spec.vision is None:
         return {}
     found: dict[str, VisionFit] = {}
@@ -78,7 +78,7 @@ def fit_vision_samples(samples: SamplesFile, spec: ModelSpec) -> Mapping[str, Vi
 
 
 def with_vision(profile: CostProfile, costs: VisionCosts) -> CostProfile:
-    """Return the profile with these costs of its encoder; every micro-batch makes one call and pays its fixed part."""
+    """Return the profile with these encoder costs; each micro-batch makes one call with its fixed cost."""
 
     def changed(coefficients: Coefficients) -> Coefficients:
         return replace(
@@ -92,17 +92,17 @@ def with_vision(profile: CostProfile, costs: VisionCosts) -> CostProfile:
 
 
 def measured_bytes_per_patch(samples: SamplesFile) -> float | None:
-    """Return a trained encoder's bytes per patch, from peaks of growing calls; None if they do not show it."""
+    """Return a trained encoder's bytes per patch from peaks of growing calls, or None."""
     return slope_of_peaks(vision_peaks(samples))
 
 
 def vision_peaks(samples: SamplesFile) -> list[tuple[float, float]]:
-    """Return (patches, peak bytes) of growing calls of the encoder."""
+    """Return (patches, peak bytes) of growing encoder calls."""
     return [(line["patches"], line["peak_bytes"]) for line in samples.of_kind("vision_memory")]
 
 
 def slope_of_peaks(readings: Sequence[tuple[float, float]]) -> float | None:
-    """Return bytes per unit of (units, peak bytes), by a straight line; None of fewer than two or of falling peaks."""
+    """Fit bytes per unit to (units, peak bytes); None if there are fewer than two or peaks do not grow."""
     peaks = sorted(readings)
     if len(peaks) < 2 or peaks[-1][1] <= peaks[0][1]:
         return None
@@ -111,7 +111,7 @@ def slope_of_peaks(readings: Sequence[tuple[float, float]]) -> float | None:
 
 
 def compared_peaks(unit: str, peaks: Sequence[tuple[float, float]], slope: float | None) -> list[dict[str, Any]]:
-    """Compare peaks, each of (units, bytes), with so many bytes per unit, for a profile's measurement."""
+    """Compare (units, peak bytes) with the fitted slope, for the measurement block."""
     return [
         {
             unit: units,

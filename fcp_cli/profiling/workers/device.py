@@ -1,4 +1,4 @@
-"""Time without the load of others, peak memory, memory and name of a device, for the worker that measures."""
+"""Timing without the effect of other load, peak memory, memory and name of a device, for the measuring worker."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from fcp_cli.runtime.metrics.timing import Clock, clock_for
 
 
 class Stopwatch:
-    """Measures seconds of work on a device, without the time that this thread waited for a core to run on.
+    """Measures the time of work on a device, excluding the time that this thread waited for a core.
 
-    On an accelerator these are events on its stream. On a CPU, Linux counts how long the thread stood in the run
-    queue (schedstat); elsewhere the wall clock is used. A result is never below the time that the thread
-    computed: clocks of different cores make the queue's time exceed the truth now and then. If the ranks themselves
-    share cores (`shares_cores`), waiting for a core is part of a job's time, and the wall clock counts.
+    Accelerators are timed with events on the stream. On a CPU, time in Linux's run queue (schedstat) is subtracted, if
+    available. A result is never below the thread's CPU time, since skew between cores may inflate the queue time. If
+    ranks share cores (`shares_cores`), waiting for a core is part of a job's time, and wall-clock time is used.
     """
 
     def __init__(self, device: torch.device, *, shares_cores: bool = False) -> None:
@@ -43,15 +42,15 @@ class Stopwatch:
     def measure_each(
         self, work: Callable[[], None], repeats: int, *, pause: Callable[[], None] | None = None
     ) -> list[float]:
-        """Run `work` so many times and return the seconds of each.
+        """Run `work` repeatedly and return the seconds of each run.
 
-        On an accelerator back to back, as a job runs: the host waits for none of them, and the first, which begins on
-        an idle device at other clocks and while other ranks may still come, is run beforehand and does not count.
+        On an accelerator, runs are back to back as in a job, without host synchronization. An uncounted first run
+        absorbs idle clocks and late ranks.
 
         Args:
-            work: the work to time.
-            repeats: how often.
-            pause: the pause of a CPU's ranks between two of them, so that none starts late.
+            work: work to time.
+            repeats: number of runs.
+            pause: called before each run on a CPU, so that ranks start together.
         """
         if not self._runs_ahead:
             found = []
@@ -69,7 +68,7 @@ class Stopwatch:
 
 
 def run_queue_seconds() -> float:
-    """Return how long this thread has stood in the run queue since it began; 0 if the system does not count it."""
+    """Return this thread's total time in the run queue; 0 if the system does not record it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -83,27 +82,27 @@ def device_name(device: torch.device) -> str:
 
 
 def device_memory_bytes(device: torch.device, *, ranks_on_host: int) -> float:
-    """Return the bytes of memory of the device; a CPU's is shared by the ranks on this host."""
+    """Return the device memory; a host's memory is divided by its ranks."""
     if device.type == "cpu":
         return host_memory_bytes() / ranks_on_host
     return float(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the free memory of the device; of a CPU all of the host's, since free memory is unknown."""
+    """Return free device memory; for a CPU all host memory, since free memory is unknown."""
     if device.type != "cpu":
         return float(torch.get_device_module(device).mem_get_info(device)[0])
     return float(host_memory_bytes())
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all work."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 def sm_clock_mhz(device: torch.device) -> float | None:
-    """Return the clock that an NVIDIA device computes at now, in MHz; None elsewhere."""
+    """Return the current SM clock of an NVIDIA device in MHz, or None."""
     if device.type != "cuda":
         return None
     with suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -112,7 +111,7 @@ def sm_clock_mhz(device: torch.device) -> float | None:
 
 
 def clocks(device: torch.device) -> str | None:
-    """Return the clocks that an NVIDIA device runs at now and may reach, as its driver prints them; None elsewhere."""
+    """Return the current and maximum clocks of an NVIDIA device as text, or None."""
     if device.type != "cuda":
         return None
     with suppress(OSError, subprocess.SubprocessError):
@@ -122,7 +121,7 @@ def clocks(device: torch.device) -> str | None:
 
 
 def _nvidia_smi(figures: str, device: torch.device) -> str:
-    # By its own name: CUDA_VISIBLE_DEVICES gives devices other numbers than the driver's.
+    # By UUID: CUDA_VISIBLE_DEVICES renumbers devices.
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     name = f"GPU-{uuid}" if uuid is not None else str(device.index or 0)
     command = ["nvidia-smi", f"--query-gpu={figures}", "--format=csv,noheader", f"--id={name}"]
@@ -130,21 +129,21 @@ def _nvidia_smi(figures: str, device: torch.device) -> str:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let `peak_bytes` count from now on.
+    """Restart the peak of `peak_bytes`.
 
-    On a CPU the peak is that of the resident size, which Linux lets a process reset. The C library keeps freed memory,
-    so a peak means something only if it exceeds all former ones: read growing sizes, and read differences.
+    On a CPU this is the peak resident size, which Linux can reset. Since the C library keeps freed memory, only a peak
+    above all earlier ones is meaningful: measure growing sizes, and use differences.
     """
     if device.type != "cpu":
         torch.get_device_module(device).reset_peak_memory_stats(device)
         return
     with suppress(OSError):
-        # 5 sets VmHWM back to the present resident size; see proc(5).
+        # 5 resets VmHWM to the current resident size; see proc(5).
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_bytes(device: torch.device) -> float | None:
-    """Return the peak bytes of this process on a device since `reset_peak`; None if the system does not count it."""
+    """Return the peak memory of this process since `reset_peak`, or None if not recorded."""
     if device.type != "cpu":
         return float(torch.get_device_module(device).max_memory_allocated(device))
     with suppress(OSError):
@@ -155,5 +154,5 @@ def peak_bytes(device: torch.device) -> float | None:
 
 
 def ranks_on_this_host() -> int:
-    """Return how many ranks torchrun started on this host."""
+    """Return the number of ranks that torchrun started on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

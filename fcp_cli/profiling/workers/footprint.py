@@ -1,8 +1,7 @@
-"""The memory of the ranks that measure: how many layers fit them, which packs, and how much of an optimizer.
+"""Memory of measuring ranks: how many layers and which packs fit, and how much of an optimizer.
 
-A rank of the worker holds the layers that it measures whole, with their gradients, even if the recipe shards them: no
-rank of a ring may wait for weights of another. An optimizer comes last, for as much of the model as a rank of the job
-has.
+A worker rank holds its measured layers and gradients unsharded, even if the recipe shards them, so that no ring member
+waits for weights. The optimizer is added last, for as much of the model as a rank of the job has.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from fcp_cli.models.model import ModelSpec
 from fcp_cli.profiling.fits.points import LEAST_LENGTH, Point, VisionPoint
 from fcp_cli.recipe import PrecisionName, Recipe
 
-_STATE_SHARE = 2 / 3  # of a rank's memory that a model measured whole may take in training
+_STATE_SHARE = 2 / 3  # share of a rank's memory for training an unreduced model
 _LAYER_COUNTS = (6, 4, 3)  # the largest that fits is measured, and a third of it
 WEIGHT_BYTES: Mapping[PrecisionName, int] = {"bf16": 2, "amp": 4, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Memory of a rank of the worker.
+    """Memory of a worker rank.
 
     Attributes:
-        spec: the whole model.
-        recipe: the recipe that packs run under.
-        layers: the layers of the language model that are built.
-        vision_layers: blocks of the encoder that are built with it.
-        ranks: the ranks that measure together.
-        on_cpu: they run on hosts.
+        spec: full model.
+        recipe: recipe of the packs.
+        layers: number of language model layers built.
+        vision_layers: number of encoder blocks built.
+        ranks: number of measuring ranks.
+        on_cpu: whether they run on CPUs.
         device_bytes: memory of a rank.
     """
 
@@ -51,7 +50,7 @@ class Footprint:
 
     @property
     def parameters(self) -> float:
-        """Parameters of the language model that is built."""
+        """Parameters of the built language model."""
         return float(self._built.parameters)
 
     @property
@@ -64,16 +63,16 @@ class Footprint:
         if vision is None or not self.vision_layers:
             return 0.0
         blocks = replace(vision, depth=self.vision_layers)
-        return 2.0 * WEIGHT_BYTES[self.recipe.precision] * blocks.parameters  # as many gradients as weights
+        return 2.0 * WEIGHT_BYTES[self.recipe.precision] * blocks.parameters  # weights and gradients
 
     def memory(self) -> RankMemory:
-        """Return the memory of a rank while it runs packs: model and encoder, no optimizer yet."""
+        """Return the memory while packs run: model and encoder, without optimizer."""
         whole = replace(self.recipe, zero_stage=0, shard_ranks=None, freeze_vision=False)
         found = rank_memory(
             self._built,
             whole,
             sync="iteration",
-            ranks=max(2, self.ranks),  # rings are run, or one member of them
+            ranks=max(2, self.ranks),  # rings, or an emulated member of one
             on_cpu=self.on_cpu or self.ranks == 1,
             peers=self.ranks - 1,
             sharing=self.ranks,
@@ -87,27 +86,27 @@ class Footprint:
 
     @property
     def room_tokens(self) -> int:
-        """The most tokens of a pack that a rank may hold."""
+        """Maximum tokens of a pack per rank."""
         return self.memory().tokens(self.capacity_bytes)
 
     @property
     def fits(self) -> bool:
-        """Whether packs can be measured at all, with half of the memory left to their tokens."""
+        """Whether packs can be measured: half of the memory must remain for tokens."""
         return self.memory().total_bytes(LEAST_LENGTH) <= self.capacity_bytes / 2
 
     @property
     def optimizer_bytes(self) -> float:
-        """AdamW's two moments of all that is built, and master weights if the recipe has them."""
+        """AdamW moments of all built parameters, and master weights if the recipe has them."""
         precision = precision_of(self.recipe)
         return (precision.moments + precision.master) * self.parameters
 
     def optimizer_share(self, shards: int) -> float:
-        """Return the share of the parameters that the worker's optimizer updates.
+        """Return the share of parameters that the worker's optimizer updates.
 
-        That of a rank of the job under a sharded optimizer, and no more than fits.
+        It is that of a rank of the job with its optimizer sharding, limited by memory.
 
         Args:
-            shards: ranks of the job that share an optimizer out; 1: each has it whole.
+            shards: number of optimizer shards; 1: not sharded.
         """
         room = self.capacity_bytes - self.memory().total_bytes(0)
         return min(1.0 / shards, max(0.0, room) / self.optimizer_bytes)
@@ -116,7 +115,7 @@ class Footprint:
 def default_layers(
     spec: ModelSpec, recipe: Recipe, *, device: str, device_bytes: float, ranks: int = 1
 ) -> tuple[int, ...]:
-    """Return the whole model's layers if training them leaves room for packs, else two counts that do."""
+    """Return all layers if training them leaves memory for packs, else two counts that do."""
 
     def footprint(layers: int) -> Footprint:
         blocks = 0 if spec.vision is None else max(1, spec.vision.depth * layers // spec.num_layers)
@@ -133,7 +132,7 @@ def default_layers(
     whole = footprint(spec.num_layers)
     if whole.memory().total_bytes(LEAST_LENGTH) + whole.optimizer_bytes <= _STATE_SHARE * device_bytes:
         return (spec.num_layers,)
-    period = spec.layer_period  # of each kind as many as in the whole model
+    period = spec.layer_period  # keeps the ratio of layer kinds
     if device == "cpu":
         return (period, 2 * period)
     counts = [count for count in _LAYER_COUNTS if count * period <= spec.num_layers]
@@ -142,16 +141,16 @@ def default_layers(
 
 
 def points_that_fit(points: Sequence[Point], footprint: Footprint) -> tuple[Point, ...]:
-    """Return the points whose shard fits a rank's memory together with the model, by the estimate; in their order.
+    """Return the points whose shard is estimated to fit into a rank's memory together with the model, in order.
 
-    Every rank skips the same points: an allocation that fails on one rank would end them all.
+    All ranks skip the same points: a failed allocation on one rank would abort all.
     """
     room = footprint.room_tokens
     return tuple(point for point in points if -(-point.tokens // point.degree) <= room)
 
 
 def vision_points_that_fit(points: Sequence[VisionPoint], footprint: Footprint) -> tuple[VisionPoint, ...]:
-    """Return the encoder calls whose activations fit a rank's memory together with the model, by the estimate."""
+    """Return the encoder calls whose activations are estimated to fit together with the model."""
     vision = footprint.spec.vision
     if vision is None:
         return ()

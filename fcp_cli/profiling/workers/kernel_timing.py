@@ -1,4 +1,4 @@
-"""Times every attention kernel that a device can run, on the shapes that plans have."""
+"""Times all attention kernels of a device on the shapes of plans."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _REPEATS: Final = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Sequences of a call; those of a full mask stand for a ring's hop."""
+    """Sequences of an attention call; a full mask represents a ring hop."""
 
     lengths: tuple[int, ...]
     causal: bool
 
     @property
     def pairs(self) -> float:
-        """Pairs of queries and keys, by which calls are ordered."""
+        """Number of query-key pairs, by which calls are ordered."""
         return sum(length * length for length in self.lengths) * (0.5 if self.causal else 1.0)
 
     def segments(self) -> Segments:
@@ -39,10 +39,10 @@ class Call:
 
 
 def calls(most_tokens: int) -> list[Call]:
-    """Return the calls to time, cheapest first: one sequence, several of one length, several of several lengths.
+    """Return the calls to time, cheapest first: single sequences, equal packs and mixed packs.
 
     Args:
-        most_tokens: the most tokens of a call: the longest pack of a rank.
+        most_tokens: maximum tokens of a call: the longest pack per rank.
     """
     most = min(most_tokens, _MOST_TOKENS)
     pack = min(_PACK_TOKENS, most)
@@ -61,14 +61,14 @@ def _lengths(most: int) -> list[int]:
 
 
 def _spread(mean: int, count: int) -> tuple[int, ...]:
-    """Return different lengths from half the mean to one and a half times it."""
+    """Return lengths spread between 0.5 and 1.5 times the mean."""
     return tuple(mean // 2 + i * mean // max(1, count - 1) for i in range(count))
 
 
 def time_kernels(
     device: torch.device, signature: Signature, most_tokens: int, *, budget_seconds: float = BUDGET_SECONDS
 ) -> list[KernelTiming]:
-    """Return the timings of all usable kernels, as far as the budget and the memory reach."""
+    """Return timings of all usable kernels, within budget and memory."""
     kernels = [ChosenKernel(Preference(asked=name)) for name in KERNELS if unusable(name, signature, device) is None]
     stopwatch, deadline = Stopwatch(device), time.monotonic() + budget_seconds
     found: list[KernelTiming] = []
@@ -88,7 +88,7 @@ def time_kernels(
 def _timing(
     kernel: NamedKernel, call: Call, signature: Signature, stopwatch: Stopwatch, device: torch.device
 ) -> KernelTiming | None:
-    """Return the timing of a call, or None if it takes more memory than the device has."""
+    """Return the timing of a call, or None if it runs out of memory."""
     try:
         return _timed(kernel, call, signature, stopwatch, device)
     except torch.OutOfMemoryError:

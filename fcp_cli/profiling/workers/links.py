@@ -1,4 +1,4 @@
-"""Messages between ranks: which pairs are timed, seconds of messages of growing size, and the cost of a first one."""
+"""Times messages between ranks: selected pairs, growing sizes, and the cost of a first contact."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from fcp_cli.profiling.workers.device import Stopwatch, free_bytes, wait_for_dev
 from fcp_cli.runtime.communication.transport import Transport
 
 _KIB, _MIB = 1 << 10, 1 << 20
-HOST_MOST_BYTES = 8 * _MIB  # between processes of a host larger ones take no other rate
+HOST_MOST_BYTES = 8 * _MIB  # on a host, the rate does not change above it
 DEVICE_MOST_BYTES = 128 * _MIB
-_LEAST_BYTES = 4 * _KIB  # the first shows a message's fixed part, the last its bytes
-_SHARE_OF_FREE = 4  # both buffers of a message take at most this part of the free memory
+_LEAST_BYTES = 4 * _KIB  # small messages show the fixed cost, large ones the bandwidth
+_SHARE_OF_FREE = 4  # each buffer takes at most 1/8 of the free memory
 _CONTACT_BYTES = 4 * _KIB
 _GROWTH = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairKind:
-    """A kind of pair: every rank sends to one neighbour and receives from another.
+    """A pattern of pairs: each rank sends to one rank and receives from another.
 
     Attributes:
-        tier: `intra_node`, `inter_node` (ranks of the same place in their nodes: one rail), or
-            `inter_node_cross_rail`, which rings over parts of nodes take.
-        nodes, places: how many nodes and places further the neighbour is; both wrap around.
-        ranks_per_node: how many ranks of the job a node has.
-        world: ranks of the job.
+        tier: `intra_node`, `inter_node` (equal local ranks: one rail), or `inter_node_cross_rail`, as in rings over
+            parts of nodes.
+        nodes, places: offset of the receiver in nodes and local ranks; both wrap around.
+        ranks_per_node: ranks per node.
+        world: number of ranks.
     """
 
     tier: str
@@ -59,10 +59,10 @@ def links(world: int, ranks_per_node: int) -> list[PairKind]:
 
 
 def fresh_links(world: int, ranks_per_node: int) -> list[PairKind]:
-    """Return pairs that are not connected by a new transport, whose warm-up goes around all ranks."""
+    """Return pairs that a new transport's warm-up ring does not connect."""
     shifts = {"intra_node": (0, 2), "inter_node": (1, 1)}
     if ranks_per_node < 4:
-        del shifts["intra_node"]  # of three, two places further is one place back
+        del shifts["intra_node"]  # with three ranks, an offset of 2 is an offset of -1
     return _possible(shifts, world, ranks_per_node)
 
 
@@ -80,13 +80,13 @@ def _possible(shifts: dict[str, tuple[int, int]], world: int, ranks_per_node: in
 
 
 def most_message_bytes(device: torch.device) -> int:
-    """Return the largest message to time: this device's free memory holds two with room to spare."""
+    """Return the largest message size to time, so that two fit into free memory with room to spare."""
     most = HOST_MOST_BYTES if device.type == "cpu" else DEVICE_MOST_BYTES
     return max(_LEAST_BYTES, min(most, int(free_bytes(device) / (2 * _SHARE_OF_FREE))))
 
 
 def message_sizes(most_bytes: int) -> list[int]:
-    """Return the bytes of messages to time: 4 KiB, 64 KiB, 1 MiB, ... and the largest."""
+    """Return the message sizes to time: 4 KiB, 64 KiB, 1 MiB, ..., and the largest."""
     sizes = [_LEAST_BYTES]
     while sizes[-1] * _GROWTH < most_bytes:
         sizes.append(sizes[-1] * _GROWTH)
@@ -94,7 +94,7 @@ def message_sizes(most_bytes: int) -> list[int]:
 
 
 def gathered(values: Sequence[float]) -> list[list[float]]:
-    """Return every rank's values, as many on each; all ranks call it together."""
+    """All-gather a list of values of equal length. Collective."""
     mine = torch.tensor(values, dtype=torch.float64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -102,7 +102,7 @@ def gathered(values: Sequence[float]) -> list[list[float]]:
 
 
 class Messenger:
-    """Times messages over a transport; every rank calls the same methods together."""
+    """Times messages over a transport; all methods are collective."""
 
     def __init__(self, transport: Transport, device: torch.device, stopwatch: Stopwatch) -> None:
         self._transport = transport
@@ -110,18 +110,17 @@ class Messenger:
         self._stopwatch = stopwatch
 
     def seconds(self, link: PairKind, num_bytes: int, *, repeats: int) -> list[float]:
-        """Return [repeats] the seconds of messages, each of the rank that was disturbed least."""
+        """Return message times [repeats], each from the least disturbed rank."""
         work = self._message(link, num_bytes)
-        dist.barrier()  # a late start of one rank would be measured as waiting by the others
+        dist.barrier()  # otherwise a late rank would count as waiting on others
         everyone = gathered(self._stopwatch.measure_each(work, repeats, pause=dist.barrier))
         return [min(values) for values in zip(*everyone, strict=True)]
 
     def first_contact(self, link: PairKind) -> tuple[list[float], list[float] | None]:
-        """Time the first message of pairs without a connection.
+        """Time the first message between unconnected pairs.
 
         Returns:
-            [ranks] the extra seconds of the host, and the bytes of the device for each rank that was met, or None if
-            the device does not say.
+            Extra host seconds [ranks], and device bytes per new peer [ranks], or None on a CPU.
         """
         work = self._message(link, _CONTACT_BYTES)
         dist.barrier()

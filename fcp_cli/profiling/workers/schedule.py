@@ -1,4 +1,4 @@
-"""The order in which a measurement observes its points within a budget of time."""
+"""Chooses the order of observations within a time budget."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from fcp_cli.profiling.fits.points import P
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task(Generic[P]):
-    """One point with one layer count."""
+    """A point with a layer count."""
 
     point: P
     layers: int
 
     @property
     def work(self) -> float:
-        """A number without a unit that grows with the time that a task takes."""
+        """Relative cost of the task, without a unit."""
         return self.layers * self.point.work
 
 
 class Schedule(Generic[P]):
-    """Chooses the task to observe next, so that a budget of time is spent where it counts most.
+    """Chooses the next task to observe, so that the time budget is spent well.
 
-    Every task once, cheapest first; then those observed least whose observations still lie apart. A task whose
-    estimated time is more than a third of the remaining budget is skipped.
+    First each task once, cheapest first; then the least observed tasks whose observations still vary. Tasks estimated
+    at more than a third of the remaining budget are skipped.
     """
 
     LEAST_REPEATS = 4
-    MOST_REPEATS = 24  # samples that still differ then are disturbed by more than noise
-    TIGHT_SPREAD = 0.01  # of the lower quartile, up to the median
+    MOST_REPEATS = 24  # more repeats do not help samples that still vary
+    TIGHT_SPREAD = 0.01  # relative distance of lower quartile and median
 
     def __init__(self, points: Sequence[P], layers: Sequence[int]) -> None:
         self.tasks: list[Task[P]] = [Task(point=point, layers=count) for point in points for count in layers]
@@ -39,7 +39,7 @@ class Schedule(Generic[P]):
         self._rounds = [0] * len(self.tasks)
 
     def resume(self, observed: Mapping[tuple[int, str], Sequence[float]]) -> None:
-        """Reuse the observations of an earlier run, by (layers, point key)."""
+        """Add observations of an earlier run, by (layers, point key)."""
         for position, task in enumerate(self.tasks):
             self.seconds[position].extend(observed.get((task.layers, task.point.key), ()))
             self._rounds[position] = len(self.seconds[position])
@@ -49,7 +49,7 @@ class Schedule(Generic[P]):
         self._rounds[position] += 1
 
     def next(self, remaining_seconds: float) -> int | None:
-        """Return the position of the next task, or None if nothing is left or affordable."""
+        """Return the index of the next task, or None if none is left or affordable."""
         affordable = [
             position
             for position in range(len(self.tasks))
@@ -61,14 +61,14 @@ class Schedule(Generic[P]):
         rounds = self._rounds[position]
         if rounds < self.LEAST_REPEATS:
             return False
-        # From the lower quartile up to the median: disturbances make a measurement slower, never faster.
+        # Quartile to median: disturbances only make a measurement slower.
         ordered = sorted(self.seconds[position])
         low, middle = ordered[len(ordered) // 4], ordered[len(ordered) // 2]
         return rounds >= self.MOST_REPEATS or (middle - low) / low <= self.TIGHT_SPREAD
 
     def estimate(self, position: int) -> float:
-        """Return the seconds that a task may take; 0 if nothing was run yet."""
-        # A task that was never run takes the time of the nearest in work, scaled up but never down: work is a guide.
+        """Estimate the seconds of a task; 0 if nothing has run yet."""
+        # A new task is estimated from the closest known one, scaled up but never down.
         if self.seconds[position]:
             return min(self.seconds[position])
         work = self.tasks[position].work

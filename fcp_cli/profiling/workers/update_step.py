@@ -1,4 +1,4 @@
-"""The end of a step: gradients summed over the ranks, clipped, and AdamW on a rank's share of the parameters."""
+"""The end of a step: gradient reduction, clipping, and AdamW on a rank's share of parameters."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ from fcp_cli.runtime.gradients import PlainSync
 
 
 class UpdateStep:
-    """Runs the end of a step, to time it: sums, clips and applies the gradients that a workload has left.
+    """Runs the end of a step for timing: reduces, clips and applies a workload's gradients.
 
-    Gradients are summed by an all-reduce, also for a job that reduce-scatters gradients and gathers weights: the
-    bytes are as many.
+    Always uses an all-reduce: reduce-scatter of gradients plus all-gather of weights transfers the same bytes.
 
     Args:
-        workload: the workload that has run at least one micro-batch.
+        workload: workload that has run at least one micro-batch.
         world: all ranks.
-        share: the share of the parameters that the optimizer updates here; the others are updated by other ranks of
-            the job.
+        share: share of parameters updated here; other ranks of the job update the rest.
     """
 
     def __init__(self, workload: Workload, world: World, *, share: float) -> None:
         holders = nn.ParameterList(workload.gradient_holders())
         self._sync = PlainSync(holders, world)
         self._holders = list(holders)
-        # Weights stay the same over all repeats: the rate is 0.
+        # Learning rate 0 keeps weights constant over repeats.
         self.optimizer = torch.optim.AdamW(_share_of(self._holders, share), lr=0.0)
 
     def run(self) -> None:
-        """Sum, clip and update once."""
+        """Reduce, clip and update once."""
         self._sync.reduce()
         nn.utils.clip_grad_norm_(self._holders, 1.0)
         self.optimizer.step()
 
 
 def _share_of(parameters: list[nn.Parameter], share: float) -> list[nn.Parameter]:
-    """Return the first parameters that together have at least this share of all elements; never none."""
+    """Return the smallest parameters that together reach this share of all elements; at least one."""
     wanted = share * sum(parameter.numel() for parameter in parameters)
     chosen: list[nn.Parameter] = []
     held = 0
@@ -51,7 +49,7 @@ def _share_of(parameters: list[nn.Parameter], share: float) -> list[nn.Parameter
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of weights, gradients and optimizer state, counted tensor by tensor."""
+    """Return the total bytes of weights, gradients and optimizer state."""
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""The vision encoder that is timed: a real model's blocks and projector on made-up pixels, called as in training."""
+"""The timed vision encoder: a real model's blocks and projector on random pixels, called as in training."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from fcp_cli.vision.parts import VisualPart
 
 
 def build_encoder(spec: ModelSpec, blocks: int, device: torch.device, recipe: Recipe) -> nn.Module:
-    """Build a vision-language base model with so many blocks of its encoder, and next to no language model.
+    """Build a vision-language base model with `blocks` encoder blocks and almost no language model.
 
-    Random weights, of the type that the recipe computes with. Deepstack mergers stay as many as they are, behind the
-    first blocks.
+    Weights are random, in the recipe's dtype. All deepstack mergers are kept, after the first blocks.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -36,7 +35,7 @@ def build_encoder(spec: ModelSpec, blocks: int, device: torch.device, recipe: Re
         deepstack_layers=tuple(range(len(spec.vision.deepstack_layers))),
         full_attention_layers=tuple(layer for layer in spec.vision.full_attention_layers if layer < blocks),
     )
-    # No layer of the language model and a vocabulary of two placeholders and as many words: they are never run.
+    # No language model layers and a minimal vocabulary, since neither runs.
     model_type, figures = whole_config(replace(spec, vision=vision, num_layers=1, vocab_size=4, ffn_size=8))
     figures["text_config"]["num_hidden_layers"] = 0
     with device:
@@ -49,7 +48,7 @@ def build_encoder(spec: ModelSpec, blocks: int, device: torch.device, recipe: Re
 
 
 class VisionWorkload:
-    """Runs one call of the encoder, as the runtime makes it in every micro-batch."""
+    """Runs an encoder call as the runtime does in each micro-batch."""
 
     def __init__(self, model: nn.Module, device: torch.device, recipe: Recipe) -> None:
         self.model = model
@@ -63,17 +62,17 @@ class VisionWorkload:
         }
 
     def set_blocks(self, blocks: int) -> None:
-        """Keep only the first so many blocks for the next calls."""
+        """Use only the first `blocks` blocks in further calls."""
         for name, layers in self._blocks.items():
             self.model.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], layers[:blocks])
 
     @property
     def encoder(self) -> nn.Module:
-        """The modules that a trained encoder trains: everything but the language model."""
+        """Modules of a trained encoder: everything but the language model."""
         return nn.ModuleList([part for name, part in self.model.named_children() if name != "language_model"])
 
     def call(self, point: VisionPoint) -> Callable[[], None]:
-        """Return a function that runs the forward, and the backward of a trained call; gradients add up."""
+        """Return a function that runs forward and, for a trained call, backward; gradients accumulate."""
         parts, pixels = [_part(side) for side in point.sides], self._pixels(point.sides)
         family = FAMILIES[self.model.config.model_type]  # type: ignore[union-attr, index]
 
@@ -105,5 +104,5 @@ def _part(side: int) -> VisualPart:
         num_tokens=side * side // 4,
         work=1.0,
         grid=(side, side),
-        pixels=lambda: torch.empty(0),  # the pixels of all parts are drawn at once, on the device
+        pixels=lambda: torch.empty(0),  # pixels of all parts are drawn together on the device
     )

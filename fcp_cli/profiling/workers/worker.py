@@ -1,6 +1,6 @@
-"""Measures on the ranks of a job: torchrun starts this module with a request file, for `fcp profile`.
+"""Measuring worker: torchrun starts this module on all ranks with a request file, for `fcp profile`.
 
-Rank 0 decides the next observation and appends each to the samples file at once; the other ranks follow.
+Rank 0 chooses each observation and appends it to the samples file; the other ranks follow.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from fcp_cli.runtime.kernels.probe import Signature
 
 _TRANSFER_REPEATS = 12
 _STEP_REPEATS = 5
-# On accelerators an observation is so many runs back to back, but no more than take so long.
+# On accelerators, an observation consists of several back-to-back runs within a time limit.
 _MOST_RUNS = 5
 _RUNS_SECONDS = 2.0
 _VARIABLES = ("CUDA_DEVICE_MAX", "HCCL_", "NCCL_", "OMP_", "PYTORCH_", "TASK_QUEUE", "TORCH_NCCL_")
-_VISION_BUDGET_SHARE = 0.4  # of the time for the observations of a vision model
+_VISION_BUDGET_SHARE = 0.4  # of the time budget, for vision-language models
 
 
 def main(argv: list[str]) -> None:
-    """Run one request; called by torchrun on every rank."""
+    """Run a request; called by torchrun on every rank."""
     request = read_measurement(Path(argv[0]))
     device = torch.device("cpu") if request.device == "cpu" else local_device()
     if device.type == "cpu":
-        torch.set_num_threads(1)  # one core per rank, as the bundled trainer runs
+        torch.set_num_threads(1)  # one core per rank, as in the bundled trainer
     owns = join_process_group(device)
     try:
         Measurer(request, device).run()
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> None:
 
 
 class Measurer:
-    """One rank's part in a measurement."""
+    """A rank's part of a measurement."""
 
     def __init__(self, request: Measurement, device: torch.device) -> None:
         self.request = request
@@ -174,7 +174,7 @@ class Measurer:
         }
 
     def _transfers(self) -> None:
-        """Time the first messages of pairs, then messages of growing size, within nodes and across them."""
+        """Time first contacts, then messages of growing size, in and between nodes."""
         messenger = Messenger(self.transport, self.device, self.stopwatch)
         for link in fresh_links(self.world.size, self.ranks_per_node):
             seconds, device_bytes = messenger.first_contact(link)
@@ -186,7 +186,7 @@ class Measurer:
                 self._write(kind="transfer", tier=link.tier, bytes=num_bytes, seconds=seconds)
 
     def _prefer_kernels(self) -> None:
-        """Time the attention kernels on rank 0, once; all packs are then measured on the quickest of each shape."""
+        """Time attention kernels on rank 0; then use the fastest for each shape in all packs."""
         if self.device.type != "cuda" or self.workload.dtype not in (torch.bfloat16, torch.float16):
             return
         told: list[KernelTable | None] = [self._kernel_table() if self.is_first else None]
@@ -195,7 +195,7 @@ class Measurer:
             prefer(Preference(table=told[0]))
 
     def _kernel_table(self) -> KernelTable | None:
-        """Return the table in the samples, of an earlier run on such a device, else a new one; None if nothing ran."""
+        """Return the kernel table of an earlier run on the same device, or a new one; None if no kernel ran."""
         spec, name = self.spec, device_name(self.device)
         known = kernel_table(read_samples(self.request.samples))
         if known is not None and (known.device, known.release) == (name, torch.__version__):
@@ -218,14 +218,14 @@ class Measurer:
         return table
 
     def _clocks(self, when: str) -> None:
-        """Record the clocks of all ranks, if the driver reports them: boost clocks do not last."""
+        """Record the clocks of all ranks, if reported, since boost clocks do not last."""
         mine = sm_clock_mhz(self.device)
         everyone = [value for (value,) in gathered([-1.0 if mine is None else mine])]
         if min(everyone) >= 0:
             self._write(kind="clocks", when=when, sm_mhz=everyone)
 
     def _warm_up(self) -> None:
-        """Run each kind of group twice: the first call of a kernel compiles and allocates, later ones do not."""
+        """Run each kind of group twice: a kernel's first call compiles and allocates."""
         cheapest_of: dict[tuple[int, int], Point] = {}  # points come cheapest first
         for point in self.points:
             cheapest_of.setdefault((point.degree, point.heads_degree), point)
@@ -247,8 +247,8 @@ class Measurer:
             self._write(kind="observation", point=task.point.key, layers=task.layers, seconds=seconds)
 
     def _agree_on_next(self, schedule: Schedule[P], deadline: float) -> tuple[int, int] | None:
-        """Return the position of the next task and how often it runs, as rank 0 decides; None at the end."""
-        # A torchrun that was killed leaves its ranks running, and no other process would end them.
+        """Return rank 0's choice of the next task and its number of runs; None at the end."""
+        # If torchrun was killed, nothing else would end its ranks.
         if os.getppid() != self.launcher:
             raise SystemExit("the launcher is gone")
         position = schedule.next(deadline - time.monotonic()) if self.is_first else None
@@ -260,16 +260,16 @@ class Measurer:
         return None if chosen < 0 else (chosen, self._of_first(runs))
 
     def _observe(self, task: Task[Point], runs: int = 1) -> list[float]:
-        """Return the seconds of each group that ran the point, run by run: of the member that was disturbed least.
+        """Return the times of each group that ran the point, run by run, from its least disturbed member.
 
-        Members end together, so one that another had to wait for shows the work itself, and the others show waiting.
-        If ranks share cores they take turns, and the time is from the first start to the last end; ranks that are
-        left over run the pack among themselves, so that no core is lent.
+        Members end together, so the member that arrived last shows the work, and the others include waiting. If ranks
+        share cores, the time is from the first start to the last end, and spare ranks run the pack, too, so that no
+        core is idle.
         """
         self.workload.set_layers(task.layers)
         measure = self.stopwatch.measure_each
         if self.request.emulate:
-            # The first and the last member: their chunks are the longest and the shortest that the layout makes.
+            # First and last member: the layout gives them the longest and shortest chunks.
             lengths, members = task.point.lengths, range(task.point.degree)
             works = [self.workload.microbatch(lengths, members, index) for index in {members[0], members[-1]}]
             return [max(times) for times in zip(*(measure(work, runs) for work in works), strict=True)]
@@ -287,7 +287,7 @@ class Measurer:
         return [min(everyone[rank][run] for rank in group) for group in groups for run in range(runs)]
 
     def _observe_vision(self, task: Task[VisionPoint], runs: int = 1) -> list[float]:
-        """Return the seconds of every rank; all run the same parts, since encoders do not wait for each other."""
+        """Return the times of all ranks, which run the same parts: encoders do not wait for each other."""
         assert self.vision is not None
         self.vision.set_blocks(task.layers)
         work = self.vision.call(task.point)
@@ -298,9 +298,9 @@ class Measurer:
         return [seconds for times in everyone for seconds in times]
 
     def _step(self) -> None:
-        """Time the part of a step outside its micro-batches: gradient reduction, clipping, and AdamW.
+        """Time a step outside its micro-batches: gradient reduction, clipping, and AdamW.
 
-        The optimizer has the share of the parameters that a rank of the job has, and as much as fits.
+        The optimizer has a job rank's share of parameters, limited by memory.
         """
         recipe, size = self.request.recipe, self.world.size
         share = self.footprint.optimizer_share(recipe.shards(size) if recipe.zero_stage else 1)
@@ -319,7 +319,7 @@ class Measurer:
         )
 
     def _memory(self) -> None:
-        """Read peak bytes of growing packs on one rank; the largest is the longest that was observed at degree 1."""
+        """Record peak memory of growing packs on one rank, up to the longest observed at degree 1."""
         observed = [
             task.point.lengths[0]
             for task, seconds in zip(self.schedule.tasks, self.schedule.seconds, strict=True)
@@ -333,7 +333,7 @@ class Measurer:
                 self._peak(work, kind="memory", tokens=tokens, layers=layers)
 
     def _vision_memory(self, vision: VisionWorkload) -> None:
-        """Read peak bytes of growing numbers of parts of one size, up to the largest call that was observed."""
+        """Record peak memory of growing numbers of equal parts, up to the largest observed call."""
         observed = [
             task.point.patches
             for task, seconds in zip(self.vision_schedule.tasks, self.vision_schedule.seconds, strict=True)
@@ -346,8 +346,8 @@ class Measurer:
             self._peak(vision.call(point), kind="vision_memory", patches=point.patches)
 
     def _peak(self, work: Callable[[], None], **line: Any) -> None:
-        """Write down by how much a piece of work raises this rank's peak."""
-        # Freed memory goes back to the system first: a CPU's peak is the resident size, not the memory in use.
+        """Record by how much `work` raises this rank's peak memory."""
+        # Return freed memory to the system first: a CPU's peak is the resident size, not memory in use.
         gc.collect()
         with suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -359,14 +359,14 @@ class Measurer:
             self._write(**line, peak_bytes=after - before)
 
     def _of_first(self, value: int) -> int:
-        """Return rank 0's value on every rank."""
+        """Broadcast rank 0's value."""
         shared = torch.tensor([value], dtype=torch.int64)
         self.world.broadcast(shared)
         return int(shared)
 
 
 def job_variables() -> dict[str, str]:
-    """Return the variables of this process that settle how back ends, allocators and threads work."""
+    """Return this process's variables that configure back ends, allocators and threads."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
 
 

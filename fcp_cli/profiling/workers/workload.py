@@ -1,4 +1,4 @@
-"""The work that is timed: forward and backward of a real model's layers on a pack, as the runtime runs them."""
+"""The timed work: forward and backward of a real model's layers on a pack, as in the runtime."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
 
 
 def build_model(spec: ModelSpec, layers: int, device: torch.device, recipe: Recipe) -> nn.Module:
-    """Build the model's transformers class with random weights, `layers` layers and the runtime's attention.
+    """Build the transformers model with random weights, `layers` layers and the runtime's attention.
 
-    Weights are of the type that a job of this recipe computes with, and layers are recomputed as it says.
+    Weights have the recipe's dtype, and layers its recomputation.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -44,13 +44,13 @@ def build_model(spec: ModelSpec, layers: int, device: torch.device, recipe: Reci
 
 
 class SilentTransport:
-    """A transport whose peers never delay: a message is there at once, and holds the receiver's own data.
+    """Transport without communication: messages arrive at once, with the receiver's own data.
 
-    With it one process runs exactly the kernels of one member of a ring of any degree, without any communication.
+    With it, a single process runs exactly the kernels of a member of a ring of any degree.
     """
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
-        # Uninitialised memory may hold NaN or denormal numbers, with which kernels take other times than with data.
+        # Uninitialized memory may hold NaN or denormals, which change kernel times.
         if receive is not None:
             receive.zero_() if send is None else _fill(receive, send)
         return _Arrived()
@@ -69,7 +69,7 @@ def _fill(receive: Tensor, send: Tensor) -> None:
 
 
 class SyntheticBatch(NamedTuple):
-    """The tokens of one member of a ring, [1, tokens] each."""
+    """Tokens of a ring member, [1, tokens] each."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -77,7 +77,7 @@ class SyntheticBatch(NamedTuple):
 
 
 class GradientSums:
-    """Adds up the gradients of bf16 weights in fp32, as ranks of a job keep them from one micro-batch to the next."""
+    """Accumulates gradients of bf16 weights in fp32 over micro-batches, as in a job."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -96,7 +96,7 @@ class GradientSums:
         parameter.grad = None
 
     def holders(self) -> list[nn.Parameter]:
-        """Return a parameter for each sum, which is its own gradient, as the reduction and the update expect."""
+        """Return a parameter per sum that is its own gradient, as reduction and update expect."""
         found = []
         for parameter in self._model.parameters():
             if parameter in self._sums:
@@ -107,13 +107,13 @@ class GradientSums:
 
 
 class Workload:
-    """Runs micro-batches of given lengths on this rank, forward and backward, as a training job would.
+    """Runs micro-batches of given lengths on this rank, forward and backward, as in training.
 
     Args:
-        model: the model, as `build_model` makes it, perhaps wrapped.
+        model: model from `build_model`, possibly wrapped.
         device: its device.
-        recipe: the precision, recomputation and offloading that micro-batches run under.
-        transport: carries the hops of rings of several members.
+        recipe: provides precision, recomputation and offloading.
+        transport: transport of ring hops.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, recipe: Recipe, transport: Transport) -> None:
@@ -129,28 +129,28 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the matrix products."""
+        """Dtype of matrix products."""
         return torch.bfloat16 if self._recipe.precision == "amp" else next(self.model.parameters()).dtype
 
     def gradient_holders(self) -> list[nn.Parameter]:
-        """Return parameters whose `grad` a step sums over ranks."""
+        """Return parameters whose `grad` is reduced over ranks."""
         return list(self.model.parameters()) if self._sums is None else self._sums.holders()
 
     def set_layers(self, layers: int) -> None:
-        """Keep only the first so many layers for the next calls."""
-        # Decoders of transformers run self.layers[: config.num_hidden_layers].
+        """Use only the first `layers` layers in further calls."""
+        # transformers decoders run self.layers[: config.num_hidden_layers].
         self.model.config.num_hidden_layers = layers  # type: ignore[union-attr]
 
     def microbatch(
         self, lengths: tuple[int, ...], ranks: Sequence[int], index: int, heads_degree: int = 1
     ) -> Callable[[], None]:
-        """Return a function that runs forward and backward of member `index`; gradients add up as in training.
+        """Return a function that runs forward and backward of member `index`; gradients accumulate.
 
         Args:
-            lengths: the lengths of the pack.
-            ranks: the ranks of the group.
-            index: the index of the member.
-            heads_degree: ranks of a set that shares heads.
+            lengths: sequence lengths of the pack.
+            ranks: ranks of the group.
+            index: index of the member in the group.
+            heads_degree: Ulysses degree.
         """
         degree = len(ranks)
         batch = self._batch(lengths, degree, index, heads_degree)
@@ -167,7 +167,7 @@ class Workload:
         return run
 
     def _loss_sum(self, batch: SyntheticBatch, ring: Ring) -> Tensor:
-        """Run the forward, with the loss and the offloading of the recipe, as the bundled trainer does."""
+        """Run forward with the recipe's loss and offloading, as the bundled trainer does."""
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
         with self._autocast(), nullcontext() if self._offload is None else self._offload.of(batch):
             if self._recipe.loss == "chunked":
@@ -187,13 +187,13 @@ class Workload:
 
 
 def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[int, ...]]:
-    """Return the groups that run a point at the same time: as many as fit, so that no rank idles that a job would use.
+    """Return the groups that run a point concurrently: as many as fit, as in a job.
 
-    Inside a node they are blocks of consecutive ranks; across nodes each takes its ranks from as many nodes as it can.
+    Groups in a node are blocks of consecutive ranks; groups across nodes are spread over as many nodes as possible.
     """
     order = list(range(world))
     if point.crosses_nodes:
-        # One rank of each node after the other, so that neighbours in the order are on different nodes.
+        # One rank per node in turn, so that neighbours in the order are on different nodes.
         order.sort(key=lambda rank: (rank % ranks_per_node, rank))
         return [
             tuple(sorted(order[start : start + point.degree]))
@@ -207,7 +207,7 @@ def groups_of(point: Point, *, world: int, ranks_per_node: int) -> list[tuple[in
 
 
 def autocast_for(device: torch.device, precision: PrecisionName) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the context that a forward runs under: bfloat16 autocast for amp, else none."""
+    """Return the forward context: bfloat16 autocast for amp, else none."""
     if precision != "amp":
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
