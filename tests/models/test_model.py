@@ -104,7 +104,7 @@ def test_an_unknown_model_lists_the_nearest_checkpoint_here_first(
     for folder in (tmp_path / "checkpoint", tmp_path / "runs" / "mine", tmp_path / "chekpoin"):
         folder.mkdir(parents=True)
     for name in ("checkpoint", "runs/mine"):
-        (tmp_path / folder / "config.json").touch()
+        (tmp_path / name / "config.json").touch()
     near = "ProfileError: unknown model 'chekpoint'; nearest: checkpoint; or give a YAML or the folder of a checkpoint"
     with raises(near):
         load_model("chekpoint")
