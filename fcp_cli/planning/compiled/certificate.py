@@ -247,7 +247,7 @@ def _densest(
 def _wave_of(
     j: int,
     total: float,
-    more_waves: float,
+    further_beta: float,
     dense: float,
     thin: float,
     by_density: IntArray,
@@ -273,7 +273,7 @@ def _wave_of(
         max(1, (sequences.tokens[j] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank), num_ranks + 1
     ):
         # The least over degrees is asked for: this one can only be longer.
-        if alone_at_best(j, degree, sequences, inputs) + more_waves >= least:
+        if alone_at_best(j, degree, sequences, inputs) + further_beta >= least:
             continue
         # Ranks beside j's pack.
         others = num_ranks - degree
@@ -281,22 +281,22 @@ def _wave_of(
         held = _densest(float(others * inputs.tokens_per_rank), without_j, held_tokens, held_work, sequences)
         for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
             shortest, growth = _growth(k, j, degree, dense, thin, sequences, inputs)
-            if shortest + more_waves >= least:
+            if shortest + further_beta >= least:
                 continue
             # Delta then pays more than it costs, without end: keep the parts that need no delta.
             if growth > num_ranks:
-                least = min(least, shortest + more_waves)
+                least = min(least, shortest + further_beta)
                 continue
             grown = sequences.work[j] + others * (shortest - beta)
             # All work is done in this wave from here on: either term of Y may be the missing work.
             enough = max(0.0, (total - grown) / (growth + others), (total - sequences.work[j] - held) / growth)
-            value = shortest + more_waves + enough
+            value = shortest + further_beta + enough
             # Before that: convex and piecewise linear, so that the least value is at one of its two corners.
             for delta in (0.0, held / others - (shortest - beta) if others else 0.0):
                 if 0.0 <= delta < enough:
                     done = min(grown + (growth + others) * delta, sequences.work[j] + growth * delta + held)
                     # Work that is left takes a wave, even if all tokens would fit into this one.
-                    further = max(more_waves, beta) + (total - done) / num_ranks
+                    further = max(further_beta, beta) + (total - done) / num_ranks
                     value = min(value, shortest + delta + further)
             least = min(least, value)
     return float(least)
@@ -343,7 +343,7 @@ def wave_bound(sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the largest of `_wave_of` over the sequences with the most work."""
     n = len(sequences.work)
     total, tokens = total_of(sequences.work), total_of(sequences.tokens)
-    more_waves = inputs.prices.beta * max(0, (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank))
+    further_beta = inputs.prices.beta * max(0, (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank))
     density, thin = densities(sequences)
     by_density, dense = falling_order(density), most_of(density)
     best = 0.0
@@ -351,7 +351,7 @@ def wave_bound(sequences: Sequences, inputs: PlannerInputs) -> float:
         # An equal sequence gives an equal bound.
         if j and sequences.work[j] == sequences.work[j - 1]:
             continue
-        best = max(best, _wave_of(j, total, more_waves, dense, thin, by_density, sequences, inputs))
+        best = max(best, _wave_of(j, total, further_beta, dense, thin, by_density, sequences, inputs))
     return float(best * (1.0 - _MARGIN))
 
 
