@@ -129,6 +129,7 @@ def run_command(
         start: replacement of `Popen`.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
+    # In the environment of all that the launcher starts, by which it is found under any parent.
     mark = started_by.mark_of(os.getpid())
     ranks = ranks_of(argv, log_dir)
     targets = {"stdout": screen.stdout, "stderr": "stderr"}
@@ -161,6 +162,7 @@ def run_command(
     is_failed = status != 0 and stopped_by is None
     # A stopped rank first: all others can only say that they waited.
     failure = stopped.failure(ranks.log) or ranks.find_failure(status) if is_failed else None
+    # Rank 0's traceback is then about the connection that it lost.
     another_failed = failure is not None and failure.rank is not None and not failure.is_local_rank_0
     for output in outputs:
         output.finish(hides_traceback=another_failed or (is_failed and is_full(log_dir)))

@@ -223,6 +223,7 @@ def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) ->
     if degree == 1:  # the commonest by far, and the same sum
         again = recomputation_seconds(load.tokens, 1, inputs.prices)
         return float(inputs.prices.beta + load.linear + load.attention + again)
+    # Stays infinite if no way fits, as under `ulysses` where so many ranks cannot share the heads.
     splits, best = inputs.splits, np.inf
     row = splits.row_of_span[across + 1]  # `across` begins at UNPLACED, -1
     for way in range(splits.first[row, degree], splits.first[row, degree + 1]):

@@ -197,6 +197,7 @@ class _Lengths:
             short: those of `lengths`, for micro-batches outside rings.
             waits: 1 if waits of ranks for long rings count; else 0.
         """
+        # Lengths that give the same rings count as one.
         key = self._same[ring], short, waits
         if key in self.found:
             return

@@ -63,6 +63,7 @@ def with_counted_model(request: Request, assumptions: Assumptions) -> Request:
         tokenizer = (manifest_source(request.manifest) or {}).get("tokenizer")
         folder = Path(tokenizer or "bytes")
         folder = folder if folder.is_dir() else folder.parent
+        # "bytes" names no checkpoint: its tokens are bytes.
         if tokenizer not in (None, "bytes") and load_model(str(folder)):
             assumptions.assume("--model", folder, f"the checkpoint by which {request.manifest} was counted")
             return replace(request, model=str(folder))

@@ -93,6 +93,7 @@ class Watch:
     def look(self, now: float) -> None:
         """Report where the device is, once, if it has been there too long at `now` (seconds of a monotonic clock)."""
         places = self._places
+        # In a thread of its own while the loop appends: single operations of a deque are atomic.
         while places and places[0].end is not None and self._clock.has_passed(places[0].end):
             places.popleft()
         place = places[0] if places else None

@@ -171,6 +171,7 @@ def _beyond(halo: Halo, spans: Sequence[tuple[int, int, int]]) -> HaloCall | Non
         return None
     queries = np.concatenate([np.arange(*rows) for rows in last.values()])
     sizes = np.array([end - begin for begin, end in last.values()])
+    # Not causal: every token of a span sees all the rest of it.
     segments = Segments(tuple(sizes.tolist()), tuple(halo.aheads[list(last)].tolist()), causal=False)
     return _with_received(halo, queries, halo.after, segments)
 

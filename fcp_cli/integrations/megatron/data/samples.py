@@ -330,6 +330,7 @@ def _ends_in(ends: list[int], at: int, length: int) -> list[int]:
         ends = ends[:-1]
     if ends[:1] != [0] or ends != sorted(ends):
         raise RunError(f"row {at} of the data set has {_ENDS} that do not ascend from 0; they begin {ends[:8]}")
+    # Cut at the planned length; ends that repeat, as of padding, vanish.
     return sorted({min(end, length) for end in (*ends, length)} - {0})
 
 

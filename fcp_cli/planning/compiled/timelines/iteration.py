@@ -112,6 +112,7 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
     single_order = np.zeros(n, dtype=np.int64)
     if limit < np.inf:
         late = _attempt(limit, sequences, inputs, timeline, rings, singles, single_order)
+        # What does not fit by the limit hardly fits sooner.
         if late != 0:
             return rings, singles, timeline, 0.0, 0.0
     # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.

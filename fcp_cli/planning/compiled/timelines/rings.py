@@ -96,6 +96,7 @@ def _inside_a_node(
         # Such a ring ends too late even on ranks that are free from the start.
         if seconds > target:
             continue
+        # Beyond the work itself: messages, and a micro-batch's fixed seconds on each rank.
         extra = degree * seconds - attention - linear
         # Among rings, a wider one wastes more, so the first that cannot win ends the search.
         if extra >= best:
