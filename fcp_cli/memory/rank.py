@@ -102,6 +102,7 @@ class _MicroBatch:
         """Return where the backward of a layer takes the most: between the matrices of its MLP."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
         again = activations.recomputed_bytes(spec, kind, recipe, precision)
+        # Computed again, copies are the layer's at work; otherwise `_kept` has those of all layers.
         copies = self._replicated(kind) if recipe.recompute == "full" else 0.0
         layer = again + activations.mlp_backward_bytes(spec, kind, precision) + copies
         items = (self._item("one layer", layer), self.state.new_gradients(), self._copies_of_backward())
@@ -117,6 +118,7 @@ class _MicroBatch:
         elif recipe.recompute == "elementwise":  # products are held until the layer's backward ends
             gone -= activations.mlp_product_bytes(spec, kind, precision)
         working: float = activations.attention_backward_bytes(spec, kind, precision, in_rings=self.in_rings)
+        # Computed again, the MLP's activations are among the layer's own, not among those kept.
         if again:
             working, gone = working + again - gone, 0
         if self.shares_heads:  # copies have gradients, those of a hop and their sum, and may be computed again

@@ -61,6 +61,7 @@ class ScheduleRecorder:
             return
         self._close(now)
         self._recorder.enter()
+        # The step's first micro-batch begins with its first forward, of whichever chunk.
         self._running = (row.order, now if self._record.marks else self._first)
 
     def add_loss(self, loss_sum: Any, tokens: Any) -> None:

@@ -156,7 +156,7 @@ def regroup(
         one, other = order[at], order[at + distance]
         at, kept = at + 1, kept + 1
         limit = (seconds[one] + seconds[other]) * (1.0 - _MARGIN)
-        # Emptied by an earlier pair. It counts as a try all the same, so that the loop ends.
+        # Emptied by an earlier pair: the other one would be planned by itself.
         if min(seconds[one], seconds[other]) == 0.0:
             continue
         if _replan(one, other, limit, tries, fills, places, sequences, inputs):
