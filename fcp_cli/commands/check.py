@@ -21,14 +21,14 @@ def check(
     *,
     plan: Annotated[Path, Arg("The plan to check.")] = Path("plan.parquet"),
     manifest: Annotated[
-        tuple[Path, ...], Opt("Its manifest, to check lengths and all times against; once per source of a mixture.")
+        tuple[Path, ...], Opt("The plan's manifest, to check lengths and all times; once per source of a mixture.")
     ] = (),
     length_column: Annotated[str, Opt("Column of the manifest with lengths.")] = "length",
     json: Annotated[bool, Opt("Print the findings as one JSON document on stdout.")] = False,
 ) -> None:
     """Check a plan: order, coverage, token budget, times, bounds, hash.
 
-    Exit status 0 for a sound plan, 1 for any other.
+    Exit status 0 if the plan is sound, else 1.
     """
     from fcp_cli.plan.check import check_plan
     from fcp_cli.plan.file.reader import PlanReader

@@ -124,7 +124,7 @@ def fit(
         Path, Opt("The profile to write; - is stdout.", flags=("--output", "-o"), trust="writes")
     ] = _OUTPUT,
     profile: Annotated[Path | None, Opt("Profile to compare with and to start from.", unset="the plan's own")] = None,
-    plan: Annotated[Path | None, Opt("The runs' plan, if it was moved.")] = None,
+    plan: Annotated[Path | None, Opt("The plan of the runs, if it was moved.")] = None,
     skip_steps: Annotated[int, Opt("Steps to skip after each start.", min=0)] = 1,
     json: Annotated[bool, Opt("Print the result as one JSON document on stdout.")] = False,
 ) -> None:

@@ -43,7 +43,7 @@ def report(
 ) -> None:
     """Show a plan or run as one page: gain, Gantt charts, idle, memory.
 
-    For a run also its loss, and measured against planned times.
+    For a run, it also shows the loss, and compares measured with planned times.
     """
     from fcp_cli.files import refuse_to_overwrite, write_text_atomically
     from fcp_cli.report.page.page import PageContent, javascript_bundle

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def selftest(options: SelftestRequest) -> None:
     """Test this node in a job's environment; print a block for an issue.
 
-    Looks at versions and topology, the attention kernel against fp64, rings of every degree against one device, orders
+    Checks versions and topology, the attention kernel against fp64, rings of every degree against one device, orders
     that could hang, messages, overlap, and held-out packs against their prediction. Five minutes on 8 GPUs, two on a
     CPU. Exit status 1 if a check failed or hung; a hang is named and ended.
     """

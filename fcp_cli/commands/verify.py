@@ -22,7 +22,7 @@ def verify(
     *,
     path: Annotated[Path | None, Arg("The plan to verify.", metavar="PLAN", unset="plan.parquet")] = None,
     plan: Annotated[
-        Path | None, Opt("The plan, as an option like that of fcp launch.", flags=("--plan",), unset="plan.parquet")
+        Path | None, Opt("The plan, instead of the argument.", flags=("--plan",), unset="plan.parquet")
     ] = None,
     steps: Annotated[int, Opt("Steps to replay.", min=1)] = 3,
     first_step: Annotated[int, Opt("First step to replay.", min=0)] = 0,

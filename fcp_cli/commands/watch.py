@@ -31,15 +31,15 @@ def watch(
     run_dir: Annotated[
         Path | None, Arg("The run's folder, or its metrics.jsonl.", unset="the run that was launched last")
     ] = None,
-    every: Annotated[int, Opt("Through a pipe: steps between two lines.", min=1)] = 1,
-    interval: Annotated[float, Opt("Seconds between two readings.", min=0.1, max=MOST_WAIT, metavar="SECONDS")] = 1.0,
+    every: Annotated[int, Opt("Steps between lines, if the output is piped.", min=1)] = 1,
+    interval: Annotated[float, Opt("Seconds between updates.", min=0.1, max=MOST_WAIT, metavar="SECONDS")] = 1.0,
     once: Annotated[bool, Opt("Show the current state and exit.")] = False,
     json: Annotated[bool, Opt("Print the current state as one JSON document on stdout.")] = False,
 ) -> None:
     """Follow a run: loss, tokens/s, step time against plan, idle time.
 
-    Ends when the run ends: exit status 0 if it finished, 1 if it was interrupted, failed, or died silently.
-    Through a pipe it prints plain lines.
+    Ends when the run ends: exit status 0 if it finished, 1 if it was interrupted, failed, or died.
+    If the output is piped, it prints plain lines.
     """
     from fcp_cli.report.watch import WINDOW_STEPS, RunState
     from fcp_cli.runs.metrics.metrics_reader import MetricsTail

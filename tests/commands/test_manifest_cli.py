@@ -76,7 +76,7 @@ def test_build_counts_writes_and_says_what_is_next(fcp: Any, tmp_path: Path) -> 
     assert outcome.status == 0 and "longest 1 %" in outcome.out
     printed = lines(outcome.err)
     assert printed[0] == "reading src as text"
-    assert printed[1].startswith("warning: the tokens of texts are their bytes, about four times as many as")
+    assert printed[1].startswith("warning: texts are counted in bytes, about four times as many as tokens")
     assert printed[2] == "skipped 1 empty sequence"
     counted = fcp("manifest", "build", "src", "--include", "*.py", "--tokenizer", "bytes")
     assert lines(counted.err)[1] == "skipped 1 empty sequence"

@@ -210,8 +210,8 @@ def _note_assumed(description: dict[str, Any], options: BuildOptions) -> None:
     is_text = description.get("column") not in ("input_ids", "tokens", "token_ids")
     if is_text and description.get("tokenizer") == "bytes" and "tokenizer" not in options.typed:
         note(
-            "warning: the tokens of texts are their bytes, about four times as many as a tokenizer of a language model "
-            "makes; count as your model does with --tokenizer FOLDER, or keep bytes with --tokenizer bytes"
+            "warning: texts are counted in bytes, about four times as many as tokens; count your model's tokens with "
+            "--tokenizer FOLDER, or keep bytes with --tokenizer bytes"
         )
 
 
