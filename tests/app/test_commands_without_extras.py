@@ -90,6 +90,7 @@ def test_without_extras_only_what_measures_trains_and_draws_pages_names_one(tmp_
     outcomes = walked("plain", tmp_path, one_of_each(commands()))
     assert broken(outcomes) == []
     assert verbs_that_name_an_extra(outcomes) <= NEED_TORCH | NEED_REPORT
+    assert (tmp_path / ".bashrc").is_file()  # of --install-completion, not in the home of whoever tests
     assert {one["words"][0] for one in outcomes if "--analytic" in one["words"] and one["status"] == 0} == {"profile"}
 
 
