@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from fcp_cli.console import bar, print_table
 from fcp_cli.manifest.table.summary import ManifestSummary
+from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+_PICTURES: Final = {"num_images": "image", "num_videos": "video", "vision_patches": "patch"}
 _BAR_CELLS: Final = 22
 _BIN_COLUMNS: Final = 11  # width of the length range column
 _SHARE_COLUMNS: Final = 10  # width of a percentage and the column gap
 
 
-def print_manifest(console: Console, source: dict[str, Any] | None, summary: ManifestSummary) -> None:
+def print_manifest(
+    console: Console, source: dict[str, Any] | None, summary: ManifestSummary, pictures: Mapping[str, int]
+) -> None:
     """Print the statistics of a manifest and a histogram of its lengths."""
     from rich.table import Table
 
@@ -26,6 +31,8 @@ def print_manifest(console: Console, source: dict[str, Any] | None, summary: Man
     facts.add_row("length", f"min {summary.min_tokens:,}  mean {summary.mean_tokens:,.1f}  max {summary.max_tokens:,}")
     facts.add_row("", "  ".join(f"p{p:g} {length:,}" for p, length in summary.percentiles.items()))
     facts.add_row("longest 1 %", f"{summary.longest_percent_token_share:.1%} of all tokens")
+    if pictures:
+        facts.add_row("pictures", ", ".join(counted(count, _PICTURES[name]) for name, count in pictures.items()))
     facts.add_row("source", _source_text(source))
     console.print(facts)
     room = console.width - _BIN_COLUMNS - 2 * _SHARE_COLUMNS

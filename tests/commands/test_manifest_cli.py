@@ -119,7 +119,10 @@ def test_options_that_do_not_apply_are_named(fcp: Any, tmp_path: Path) -> None:
 def test_media_sizes_are_counted_and_the_assumption_is_named(fcp: Any, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "d.jsonl", [{"text_tokens": 5, "images": [{"height": 448, "width": 448}]}])
     outcome = fcp("manifest", "build", "d.jsonl", "--kind", "media", "--processor", "qwen3-vl", "--json")
-    assert json.loads(outcome.out)["tokens"] == 5 + 196
+    document = json.loads(outcome.out)
+    assert (document["tokens"], document["num_images"], document["num_videos"]) == (5 + 196, 1, 0)
+    shown = lines(fcp("manifest", "show", "lengths.parquet").out)
+    assert "pictures     1 image, 0 videos, 784 patches" in shown
     assert "assumed tokens of time stamps by Qwen's pre-tokenizer rule" in outcome.err
     assert fcp("manifest", "build", "d.jsonl", "--kind", "media").status == 2
 

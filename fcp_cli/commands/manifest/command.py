@@ -243,14 +243,14 @@ def _report(
     path: Path, table: LengthTable, source: dict[str, Any] | None, *, json: bool, extra: dict[str, Any]
 ) -> None:
     from fcp_cli.manifest.read import remarks
-    from fcp_cli.manifest.table.summary import summarize
+    from fcp_cli.manifest.table.summary import count_pictures, summarize
     from fcp_cli.report.manifest import print_manifest
 
-    summary = summarize(table)
+    summary, pictures = summarize(table), count_pictures(path)
     if json:
         head = {"manifest": str(path), "content_hash": table.content_hash(), "source": source}
-        print_json(head | summary.as_json() | extra)
+        print_json(head | summary.as_json() | pictures | extra)
     else:
-        print_manifest(results(), source, summary)
+        print_manifest(results(), source, summary, pictures)
     for remark in remarks(table):
         note(remark)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import pyarrow.compute as pc
 
+from fcp_cli.manifest.table.header import readable
 from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.reading.parquet import open_parquet
 
+PICTURE_COUNTS: Final = ("num_images", "num_videos", "vision_patches")
 PERCENTILES: Final = (50.0, 90.0, 99.0, 99.9)
 
 
@@ -71,6 +76,19 @@ def summarize(table: LengthTable) -> ManifestSummary:
         longest_percent_token_share=int(longest.sum()) / tokens,
         bins=_bins(lengths),
     )
+
+
+def count_pictures(path: Path) -> dict[str, int]:
+    """Return the images, videos and patches of all rows of a manifest; empty if it was built without them."""
+    if path.suffix != ".parquet" or not path.is_file():
+        return {}
+    with readable(path):
+        file = open_parquet(path)
+        names = [name for name in PICTURE_COUNTS if name in file.schema_arrow.names]
+        if "num_images" not in names:
+            return {}
+        columns = file.read(columns=names)
+        return {name: int(pc.sum(columns.column(name)).as_py() or 0) for name in names}
 
 
 def _bins(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Bin, ...]:
