@@ -24,7 +24,6 @@ from tests.training.small_runs import write_manifest, write_small_plan
 pytest.importorskip("transformers")
 
 from tests.runtime import test_vision_language
-from tests.runtime.test_session import HAND_MADE, NUM_RANKS, write_inputs
 from tests.runtime.vision_models import alone
 from tests.runtime.workers import vision_worker
 from tests.runtime.workers.rendezvous_worker import (
@@ -36,7 +35,7 @@ from tests.runtime.workers.rendezvous_worker import (
     WITH_IMAGES,
     WRAPPED,
 )
-from tests.runtime.workers.session_worker import GRADIENT_CASES
+from tests.runtime.workers.session_worker import GRADIENT_CASES, HAND_MADE, NUM_RANKS, write_inputs
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.distributed]
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +21,7 @@ from fcp_cli.recipe import Recompute
 from fcp_cli.runtime.data.followed_step import plan_path
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session.step import Step
 from fcp_cli.verification.emulation import Meeting, run_ranks
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.verification.order import check_order
@@ -40,16 +38,9 @@ from fcp_cli.verification.replay import (
 from tests.runtime.launch import run_worker
 from tests.runtime.models import VOCAB_SIZE, Case, assert_agrees, build, expected
 from tests.runtime.plans import Row, random_steps, sharing_heads, write_plan
-from tests.runtime.workers.session_worker import GRADIENT_CASES, ITERATION, MORE_CASES, WAVES
+from tests.runtime.workers.session_worker import GRADIENT_CASES, HAND_MADE, MORE_CASES, NUM_RANKS, write_inputs
 
 pytestmark = pytest.mark.torch
-
-NUM_RANKS = 4
-# Groups of any ranks that change with every micro-batch, unequal numbers of micro-batches, lone tokens, an idle rank.
-HAND_MADE: Sequence[Sequence[Row]] = (
-    (Row([0, 1, 3], [7, 1, 30]), Row([2], [5]), Row([1, 2], [13]), Row([0, 1, 2, 3], [41, 2]), Row([1], [3, 3])),
-    (Row([0, 2], [1]), Row([1, 2], [9, 17]), Row([0, 1, 2], [1, 1]), Row([3])),
-)
 
 
 @pytest.mark.parametrize("shares_heads", [False, True], ids=["whole heads", "shared heads"])
@@ -182,6 +173,12 @@ def pretend_attention(microbatch: LocalMicroBatch) -> None:
     microbatch.ring.attention_calls += 1
 
 
+def run_through(step: Step) -> Step:
+    for microbatch in step:
+        pretend_attention(microbatch)
+    return step
+
+
 def test_a_step_counts_the_tokens_that_carry_a_loss_and_predicts_its_time(tmp_path: Path) -> None:
     step = next(one_rank(tmp_path).steps())
     assert (step.tokens, len(step), step.predicted_seconds, step.bound_seconds) == (8, 1, 10.0, 10.0)
@@ -224,47 +221,45 @@ def test_a_requeued_job_whose_script_begins_again_says_so(
 
 def test_every_microbatch_is_timed(tmp_path: Path) -> None:
     step = next(one_rank(tmp_path, [Row([0], [3]), Row([0], [4])]).steps())
-    for microbatch in step:
-        pretend_attention(microbatch)
-    first, second = step.timings
+    first, second = run_through(step).timings
     assert (first.order, second.order) == (0, 1)
     assert first.start_seconds == 0.0
     assert 0.0 <= first.seconds <= second.start_seconds
 
 
-def test_a_step_that_was_not_iterated_stops_the_job(tmp_path: Path) -> None:
-    steps = one_rank(tmp_path).steps()
-    next(steps)
-    with pytest.raises(
-        RunError,
-        match=r"^step 0: the next step was fetched before any of its 1 micro-batches was run, as loaders do that",
-    ):
-        next(steps)
+class FullyShardedDataParallel(torch.nn.Linear):
+    """As torch's, by name."""
 
 
-def test_a_step_cannot_be_iterated_twice(tmp_path: Path) -> None:
-    step = next(one_rank(tmp_path).steps())
-    for microbatch in step:
-        pretend_attention(microbatch)
-    with pytest.raises(RunError, match="step 0 was iterated twice"):
-        next(iter(step))
+MISUSES: dict[str, tuple[Callable[[Session], Any], str]] = {
+    "steps that are only fetched": (
+        lambda session: list(session.steps()),
+        r"^step 0: the next step was fetched before any of its 1 micro-batches was run, as loaders do that",
+    ),
+    "a step that is iterated twice": (
+        lambda session: list(run_through(next(session.steps()))),
+        "step 0 was iterated twice",
+    ),
+    "a pack of several sequences without the hook, at degree 1 too": (
+        lambda session: list(next(session.steps())),
+        r"degree 1, 2 sequences: the model's forward never called fcp_cli.runtime.attention",
+    ),
+    "the loss of a step that has none": (
+        lambda session: run_through(next(session.steps())).reduced_loss(),
+        r"step 0 has no loss; compute it with microbatch.loss\(logits\)",
+    ),
+    "FSDP1": (
+        lambda session: session.steps(FullyShardedDataParallel(2, 2)),
+        r"shard the model with fully_shard \(FSDP2\)",
+    ),
+}
 
 
-def test_a_pack_of_several_sequences_needs_the_hook_at_degree_1_too(tmp_path: Path) -> None:
-    step = next(one_rank(tmp_path).steps())
-    with pytest.raises(
-        RunError, match=r"degree 1, 2 sequences: the model's forward never called fcp_cli.runtime.attention"
-    ):
-        for _ in step:
-            pass
-
-
-def test_reduced_loss_without_a_loss_says_how_to_get_one(tmp_path: Path) -> None:
-    step = next(one_rank(tmp_path).steps())
-    for microbatch in step:
-        pretend_attention(microbatch)
-    with pytest.raises(RunError, match=r"step 0 has no loss; compute it with microbatch.loss\(logits\)"):
-        step.reduced_loss()
+@pytest.mark.parametrize("name", MISUSES)
+def test_what_a_session_is_not_for_stops_the_job(name: str, tmp_path: Path) -> None:
+    misuse, message = MISUSES[name]
+    with pytest.raises(RunError, match=message):
+        misuse(one_rank(tmp_path))
 
 
 def test_a_batch_in_which_nothing_carries_a_loss_has_loss_and_gradient_zero(tmp_path: Path) -> None:
@@ -282,14 +277,6 @@ def test_a_session_without_data_says_so(tmp_path: Path) -> None:
         session.steps()
 
 
-def test_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
-    class FullyShardedDataParallel(torch.nn.Linear):
-        pass
-
-    with pytest.raises(RunError, match=r"shard the model with fully_shard \(FSDP2\)"):
-        one_rank(tmp_path).steps(FullyShardedDataParallel(2, 2))
-
-
 def test_without_a_plan_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FCP_PLAN", raising=False)
     with pytest.raises(RunError, match=r"no plan was given; pass plan=\.\.\., set FCP_PLAN"):
@@ -300,31 +287,6 @@ def test_without_a_plan_the_environment_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 # One launch of four gloo ranks serves all tests below.
-
-
-def write_inputs(folder: Path) -> None:
-    write_plan(folder / ITERATION, HAND_MADE, num_ranks=NUM_RANKS)
-    waves = random_steps(NUM_RANKS, 3, sync="microbatch", seed=11)
-    write_plan(folder / WAVES, waves, num_ranks=NUM_RANKS, sync="microbatch")
-    write_plan(folder / "eight.parquet", [[Row(range(8), [50])]], num_ranks=8)
-    write_plan(folder / "degree-2.parquet", [[Row([0, 1], [9]), Row([2, 3], [9])]] * 2, num_ranks=NUM_RANKS)
-    write_plan(folder / "two-each.parquet", [[Row([r], [4]) for r in range(4)] * 2] * 2, num_ranks=NUM_RANKS)
-    for rank in range(NUM_RANKS):
-        write_copies(folder / f"copy-{rank}", folder / ITERATION, rank)
-
-
-def write_copies(copies: Path, plan: Path, rank: int) -> None:
-    """What rank 2 sees differs: another valid plan, an edited one, none."""
-    copies.mkdir()
-    for name in ("other", "edited", "missing"):
-        shutil.copy(plan, copies / f"{name}.parquet")
-    if rank == 2:
-        write_plan(copies / "other.parquet", HAND_MADE[:1], num_ranks=NUM_RANKS)
-        table = pq.read_table(plan)
-        seconds = pa.array([1.0 + value for value in table["seconds"].to_pylist()])
-        column = table.schema.get_field_index("seconds")
-        pq.write_table(table.set_column(column, table.schema.field(column), seconds), copies / "edited.parquet")
-        (copies / "missing.parquet").unlink()
 
 
 @cache
@@ -353,86 +315,52 @@ def test_gloo_ranks_compute_the_gradients_of_one_process(name: str, tmp_path: Pa
         assert_agrees(case, rank, alone)
 
 
-ERRORS = {
-    "eight ranks": [
-        r"the plan .* is for 8 ranks but 4 were launched; launch 8, or make a plan for 4 with: "
-        r"fcp plan lengths.parquet --ranks 4 .* -o .*-4-ranks.parquet"
-    ]
-    * 4,
-    "other plan": [r"rank 2 has another plan than rank 0 under .* put one plan file where all ranks read it"] * 4,
+OTHERS = r"rank 2 cannot follow the plan"
+# Name -> what every rank says, or what each does.
+ERRORS: dict[str, str | list[str]] = {
+    "eight ranks": r"the plan .* is for 8 ranks but 4 were launched; launch 8, or make a plan for 4 with: "
+    r"fcp plan lengths.parquet --ranks 4 .* -o .*-4-ranks.parquet",
+    "other plan": r"rank 2 has another plan than rank 0 under .* put one plan file where all ranks read it",
     "edited": [
-        r"rank 2 cannot follow the plan",
-        r"rank 2 cannot follow the plan",
+        *(OTHERS, OTHERS),
         r"edited.parquet was edited: its content does not match its plan hash; make it again with: fcp plan ",
-        r"rank 2 cannot follow the plan",
+        OTHERS,
     ],
-    "missing": [
-        r"rank 2 cannot follow the plan",
-        r"rank 2 cannot follow the plan",
-        r"there is no plan .*missing.parquet",
-        r"rank 2 cannot follow the plan",
-    ],
-    "own attention": [r"step 0, micro-batch \d, degree 2, 1 sequences: the model's forward never called"] * 4,
-    "left early": [r"step 0: 0 of 2 micro-batches were run; iterate each step to its end"] * 4,
-    "ddp with a hook": [
-        r"^the model's DistributedDataParallel has a communication hook .* under a plan gradients are summed"
-    ]
-    * 4,
-    "ddp with a static graph": [r"^the model's DistributedDataParallel has static_graph=True, .*: remove it, or give"]
-    * 4,
+    "missing": [OTHERS, OTHERS, r"there is no plan .*missing.parquet", OTHERS],
+    "own attention": r"step 0, micro-batch \d, degree 2, 1 sequences: the model's forward never called",
+    "left early": r"step 0: 0 of 2 micro-batches were run; iterate each step to its end",
+    "ddp with a hook": r"^the model's DistributedDataParallel has a communication hook .* under a plan gradients are summed",
+    "ddp with a static graph": r"^the model's DistributedDataParallel has static_graph=True, .*: remove it, or give",
     "ddp that steps is not given": [
         rf"^step 0, micro-batch \d, rank {rank}: steps\(\) was given no model, so nothing sums the gradients of"
         for rank in range(4)
     ],
-    "ddp that ignores a parameter": [
-        r"^the model's DistributedDataParallel has parameters that it ignores, which would"
-    ]
-    * 4,
-    "fsdp over half": [r"the parameter .* is sharded by FSDP2 over 2 of 4 ranks; give fully_shard a mesh of all ranks"]
-    * 4,
-    "hsdp without names": [r"^Please init the 2D mesh for HSDP with mesh_dim_names specified$"] * 4,
-    "fsdp of a part": [r"only parts of the model are sharded with FSDP2; call fully_shard on the whole model too"] * 4,
-    "ddp beside a parameter": [
-        r"^the model's part inner is a DistributedDataParallel, which does not hold the parameter head.weight and 1 more; "
-        r"wrap the whole model, or freeze them$"
-    ]
-    * 4,
-    "composable ddp": [
-        r"^the model is a DDPTinyLanguageModel of torch, which reduces gradients by itself, and fcp does not know when; "
-        r"give steps\(\) the model that it wraps, or wrap it in DistributedDataParallel or with fully_shard$"
-    ]
-    * 4,
-    "data parallel": [
-        r"^the model is a DataParallel of torch, which reduces gradients by itself, and fcp does not know"
-    ]
-    * 4,
-    "tensor parallel": [
-        r"^the parameter output.weight is a DTensor over 4 ranks that fully_shard did not make; a plan's loop has no "
-        r"tensor parallelism: shard the model with fully_shard alone$"
-    ]
-    * 4,
-    "fsdp divided twice": [
-        r"^FSDP2 divides the gradients of the model by 1 and those of blocks.0 by 4; call set_gradient_divide_factor with "
-        r"one factor for all layers, or for none$"
-    ]
-    * 4,
-    "fsdp1 of a part": [
-        r"^the model's part output is a FullyShardedDataParallel \(FSDP1\), which cannot follow a plan; shard the model"
-    ]
-    * 4,
-    "fsdp under iteration": [
-        r"^blocks.0 is sharded with FSDP2 and gathers its weights again for every micro-batch, .* "
-        r"fully_shard\(..., reshard_after_forward=False\), or plan with 'fcp plan --sync microbatch'$"
-    ]
-    * 4,
+    "ddp that ignores a parameter": r"^the model's DistributedDataParallel has parameters that it ignores, which would",
+    "fsdp over half": r"the parameter .* is sharded by FSDP2 over 2 of 4 ranks; give fully_shard a mesh of all ranks",
+    "hsdp without names": r"^Please init the 2D mesh for HSDP with mesh_dim_names specified$",
+    "fsdp of a part": r"only parts of the model are sharded with FSDP2; call fully_shard on the whole model too",
+    "ddp beside a parameter": r"^the model's part inner is a DistributedDataParallel, which does not hold the parameter "
+    r"head.weight and 1 more; wrap the whole model, or freeze them$",
+    "composable ddp": r"^the model is a DDPTinyLanguageModel of torch, which reduces gradients by itself, and fcp does not "
+    r"know when; give steps\(\) the model that it wraps, or wrap it in DistributedDataParallel or with fully_shard$",
+    "data parallel": r"^the model is a DataParallel of torch, which reduces gradients by itself, and fcp does not know",
+    "tensor parallel": r"^the parameter output.weight is a DTensor over 4 ranks that fully_shard did not make; a plan's "
+    r"loop has no tensor parallelism: shard the model with fully_shard alone$",
+    "fsdp divided twice": r"^FSDP2 divides the gradients of the model by 1 and those of blocks.0 by 4; call "
+    r"set_gradient_divide_factor with one factor for all layers, or for none$",
+    "fsdp1 of a part": r"^the model's part output is a FullyShardedDataParallel \(FSDP1\), which cannot follow a plan; "
+    r"shard the model",
+    "fsdp under iteration": r"^blocks.0 is sharded with FSDP2 and gathers its weights again for every micro-batch, .* "
+    r"fully_shard\(..., reshard_after_forward=False\), or plan with 'fcp plan --sync microbatch'$",
 }
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_would_train_wrong_stops_every_rank_with_one_line(name: str) -> None:
-    messages = gloo_job(full=name in MORE_CASES)[name]
-    for message, pattern in zip(messages, ERRORS[name], strict=True):
+    said = ERRORS[name]
+    patterns = [said] * NUM_RANKS if isinstance(said, str) else said
+    for message, pattern in zip(gloo_job(full=name in MORE_CASES)[name], patterns, strict=True):
         assert re.search(pattern, message), message
         assert "\n" not in message
 

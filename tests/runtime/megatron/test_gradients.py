@@ -247,7 +247,7 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("megatron"), *MORE_EQUAL, *MORE_SHARES)
 
 
-def run(folder: Path, *cases: str) -> Path:
+def write_plans(folder: Path) -> None:
     write_plan(folder / "switching.parquet", SWITCHING, num_ranks=NUM_RANKS, rows=32)
     write_plan(folder / "equal_shapes.parquet", EQUAL_SHAPES, num_ranks=NUM_RANKS, rows=8)
     write_plan(folder / "waves.parquet", WAVES, num_ranks=NUM_RANKS, sync="microbatch", rows=16)
@@ -272,14 +272,18 @@ def run(folder: Path, *cases: str) -> Path:
     timed = Pipeline(forward_share=1 / 3)
     write_plan(folder / "unequal.parquet", UNEQUAL, num_ranks=2, rows=24, pipeline_parallel=2, pipeline=timed)
     write_plan(folder / "stages.parquet", STAGES, num_ranks=1, rows=16, pipeline_parallel=4, pipeline=timed)
-    write_planned(folder / "planned.parquet", num_ranks=2, stages=2, tokens_per_rank=16)
-    write_planned(folder / "planned_stages.parquet", num_ranks=1, stages=4, tokens_per_rank=32)
     blocks = replace(timed, virtual_stages=2)
     waves: dict[str, Any] = {"sync": "microbatch", "pipeline": blocks, "rows": 16}
     write_plan(folder / "virtual.parquet", VIRTUAL, num_ranks=2, pipeline_parallel=2, **{**waves, "rows": 18})
     write_plan(folder / "virtual_stages.parquet", VIRTUAL_STAGES, num_ranks=1, pipeline_parallel=4, **waves)
     alone: dict[str, Any] = {"num_ranks": 1, "tensor_parallel": 2, "pipeline_parallel": 2}
     write_plan(folder / "virtual_alone.parquet", VIRTUAL_STAGES, **alone, **waves)
+
+
+def run(folder: Path, *cases: str) -> Path:
+    write_plans(folder)
+    write_planned(folder / "planned.parquet", num_ranks=2, stages=2, tokens_per_rank=16)
+    write_planned(folder / "planned_stages.parquet", num_ranks=1, stages=4, tokens_per_rank=32)
     write_planned(folder / "planned_virtual.parquet", num_ranks=2, stages=2, tokens_per_rank=16, virtual_stages=2)
     (folder / "settings.json").write_text(json.dumps({name: given for name, (given, _) in SETTINGS.items()}))
     torchrun("-m", "tests.runtime.megatron.gradient_worker", str(folder), *cases, num_ranks=NUM_RANKS)

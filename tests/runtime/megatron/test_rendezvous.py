@@ -6,18 +6,15 @@ import pickle
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 # First: the tests of gradients, whose plans these follow, leave off where it is missing.
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
 
-from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.verification.order import check_order
 from tests.runtime.launch import torchrun
-from tests.runtime.megatron.test_gradients import NUM_RANKS, PIPELINE, SWITCHING, TENSOR, VIRTUAL, worst_error
-from tests.runtime.plans import write_plan
+from tests.runtime.megatron.test_gradients import NUM_RANKS, worst_error, write_plans
 
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
@@ -26,12 +23,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one job of four ranks left the gradients of all cases, and what it issued."""
     folder = tmp_path_factory.mktemp("rendezvous")
-    write_plan(folder / "switching.parquet", SWITCHING, num_ranks=NUM_RANKS, rows=32)
-    write_plan(folder / "tensor.parquet", TENSOR, num_ranks=2, rows=12, tensor_parallel=2)
-    write_plan(folder / "pipeline.parquet", PIPELINE, num_ranks=2, rows=8, sync="microbatch", pipeline_parallel=2)
-    blocks = Pipeline(forward_share=1 / 3, virtual_stages=2)
-    replicas: dict[str, Any] = {"num_ranks": 2, "pipeline_parallel": 2, "pipeline": blocks}
-    write_plan(folder / "virtual.parquet", VIRTUAL, rows=18, sync="microbatch", **replicas)
+    write_plans(folder)
     torchrun("-m", "tests.runtime.megatron.rendezvous_worker", str(folder), num_ranks=NUM_RANKS)
     return folder
 

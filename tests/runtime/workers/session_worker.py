@@ -5,12 +5,15 @@ Run by torchrun as `-m tests.runtime.workers.session_worker FOLDER [full]`. The 
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from fcp_cli.runtime.loss import chunked_loss
@@ -19,6 +22,7 @@ from fcp_cli.runtime.session.start import start
 from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from fcp_cli.verification.replay import Replayed, gradients_on_rank
 from tests.runtime.models import VOCAB_SIZE, Case, build, wrap
+from tests.runtime.plans import Row, random_steps, write_plan
 from tests.runtime.workers.leave import join_job, leave_cases, leave_job
 
 REFUSED_WRAPPINGS = (
@@ -94,6 +98,39 @@ MORE_CASES = frozenset(
         *("qwen3 fsdp kept", "qwen3 fsdp", "qwen3 chunked", "qwen3 ddp chunked", "llama fsdp fp32"),
     }
 )
+
+
+NUM_RANKS = 4
+# Groups of any ranks that change with every micro-batch, unequal numbers of micro-batches, lone tokens, an idle rank.
+HAND_MADE: Sequence[Sequence[Row]] = (
+    (Row([0, 1, 3], [7, 1, 30]), Row([2], [5]), Row([1, 2], [13]), Row([0, 1, 2, 3], [41, 2]), Row([1], [3, 3])),
+    (Row([0, 2], [1]), Row([1, 2], [9, 17]), Row([0, 1, 2], [1, 1]), Row([3])),
+)
+
+
+def write_inputs(folder: Path) -> None:
+    write_plan(folder / ITERATION, HAND_MADE, num_ranks=NUM_RANKS)
+    waves = random_steps(NUM_RANKS, 3, sync="microbatch", seed=11)
+    write_plan(folder / WAVES, waves, num_ranks=NUM_RANKS, sync="microbatch")
+    write_plan(folder / "eight.parquet", [[Row(range(8), [50])]], num_ranks=8)
+    write_plan(folder / "degree-2.parquet", [[Row([0, 1], [9]), Row([2, 3], [9])]] * 2, num_ranks=NUM_RANKS)
+    write_plan(folder / "two-each.parquet", [[Row([r], [4]) for r in range(4)] * 2] * 2, num_ranks=NUM_RANKS)
+    for rank in range(NUM_RANKS):
+        write_copies(folder / f"copy-{rank}", folder / ITERATION, rank)
+
+
+def write_copies(copies: Path, plan: Path, rank: int) -> None:
+    """What rank 2 sees differs: another valid plan, an edited one, none."""
+    copies.mkdir()
+    for name in ("other", "edited", "missing"):
+        shutil.copy(plan, copies / f"{name}.parquet")
+    if rank == 2:
+        write_plan(copies / "other.parquet", HAND_MADE[:1], num_ranks=NUM_RANKS)
+        table = pq.read_table(plan)
+        seconds = pa.array([1.0 + value for value in table["seconds"].to_pylist()])
+        column = table.schema.get_field_index("seconds")
+        pq.write_table(table.set_column(column, table.schema.field(column), seconds), copies / "edited.parquet")
+        (copies / "missing.parquet").unlink()
 
 
 def gradients(plan: Path, case: Case) -> Replayed:
