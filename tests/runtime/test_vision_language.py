@@ -99,20 +99,8 @@ def test_threads_compute_the_gradients_of_one_process_in_an_order_that_cannot_de
     case: VisionCase, tmp_path: Path
 ) -> None:
     plan = write_plan(tmp_path / "plan.parquet", steps(case.family), num_ranks=NUM_RANKS)
-    built = [build(case) for _ in range(NUM_RANKS)]  # transformers sets dtypes globally while it builds: not on threads
-
-    def run(meeting: Meeting, rank: int) -> tuple[Replayed, RecordingTransport]:
-        session = thread_session(plan, fetch(case), meeting, rank)
-        record = session.transport = RecordingTransport(session.transport)
-        with in_double(case):
-            return gradients_on_rank(session, *built[rank]), record
-
-    expected = alone(case, plan)
-    ranks = run_ranks(NUM_RANKS, run)
-    for found, _ in ranks:
-        # Some of Qwen3.5's code computes in fp32.
-        assert_agrees(found, expected, 1e-8 if case.family.startswith("qwen3_5") else TOLERANCE)
-    check_order({rank: record.operations for rank, (_, record) in enumerate(ranks)})
+    # Some of Qwen3.5's code computes in fp32.
+    require_trained_on_threads(case, plan, 1e-8 if case.family.startswith("qwen3_5") else TOLERANCE)
 
 
 @pytest.mark.parametrize("encoder_ranks", [None, 1])
@@ -128,7 +116,11 @@ def test_threads_that_share_the_encoder_over_a_wave_compute_the_gradients_of_one
         encoder_balance="wave",
         encoder_ranks=encoder_ranks,
     )
-    built = [build(case) for _ in range(NUM_RANKS)]
+    require_trained_on_threads(case, plan, 1e-12)
+
+
+def require_trained_on_threads(case: VisionCase, plan: Path, tolerance: float) -> None:
+    built = [build(case) for _ in range(NUM_RANKS)]  # transformers sets dtypes globally while it builds: not on threads
 
     def run(meeting: Meeting, rank: int) -> tuple[Replayed, RecordingTransport]:
         session = thread_session(plan, fetch(case), meeting, rank)
@@ -136,11 +128,10 @@ def test_threads_that_share_the_encoder_over_a_wave_compute_the_gradients_of_one
         with in_double(case):
             return gradients_on_rank(session, *built[rank]), record
 
-    ranks = run_ranks(NUM_RANKS, run)
     expected = alone(case, plan)
+    ranks = run_ranks(NUM_RANKS, run)
     for found, _ in ranks:
-        assert np.abs(found.gradients - expected.gradients).max() <= 1e-12
-        assert np.abs(found.losses - expected.losses).max() <= 1e-12
+        assert_agrees(found, expected, tolerance)
     check_order({rank: record.operations for rank, (_, record) in enumerate(ranks)})
 
 
