@@ -6,9 +6,7 @@ import re
 
 import pytest
 
-from tests.runtime.launch import torchrun
-from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal
-from tests.runtime.trainer_plans import write_plans
+from tests.runtime.trainer_outcomes import Outcomes, outcomes_of, require_equal
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
@@ -32,12 +30,7 @@ _REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("overrides")
-    write_plans(folder)
-    torchrun("-m", "tests.runtime.workers.own_loss_worker", str(folder), num_ranks=2)
-    return read_outcomes(folder)
+outcomes = outcomes_of("own_loss_worker")
 
 
 @pytest.mark.parametrize("name", _FOLLOWED)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from fcp_cli.plan.file.reader import PlanReader
-from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal, run_worker
+from tests.runtime.trainer_outcomes import Outcomes, outcomes_of, require_equal, require_refused, require_repeated
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
@@ -46,29 +43,13 @@ _REMAINING = (
 _BF16 = 1e-3  # two roundings of every activation, in another order
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory, *_CASES, *_REFUSALS)
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> Outcomes:
-    return read_outcomes(folder)
-
-
-@pytest.fixture(scope="module")
-def remaining(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return read_outcomes(run(tmp_path_factory, *_REMAINING, "fsdp that gathers weights again"))
+outcomes = outcomes_of("trainer_worker", *_CASES, *_REFUSALS)
+remaining = outcomes_of("trainer_worker", *_REMAINING, "fsdp that gathers weights again")
 
 
 @pytest.mark.full
 def test_fsdp_that_gathers_weights_again_needs_waves(remaining: Outcomes) -> None:
-    for rank in range(2):
-        assert "--sync microbatch" in remaining("planned", "fsdp that gathers weights again")[rank]
-
-
-def run(tmp_path_factory: pytest.TempPathFactory, *names: str) -> Path:
-    return run_worker(tmp_path_factory.mktemp("trainer"), "trainer_worker", *names)
+    require_refused(remaining, "fsdp that gathers weights again", "--sync microbatch")
 
 
 @pytest.mark.parametrize("name", _CASES)
@@ -90,25 +71,17 @@ def test_evaluation_runs_on_the_models_own_attention(outcomes: Outcomes) -> None
         assert [entry["eval_loss"] for entry in planned[rank]["log"] if "eval_loss" in entry] == pytest.approx(expected)
 
 
-def test_what_cannot_be_followed_is_refused_on_every_rank_before_the_first_step(outcomes: Outcomes) -> None:
-    for name, message in _REFUSALS.items():
-        for rank in range(2):
-            found = outcomes("planned", name)[rank]
-            assert message in found, (name, rank)
-            assert "\n" not in found
+@pytest.mark.parametrize("name", _REFUSALS)
+def test_what_cannot_be_followed_is_refused_on_every_rank_before_the_first_step(outcomes: Outcomes, name: str) -> None:
+    require_refused(outcomes, name, _REFUSALS[name])
 
 
-def test_a_job_without_a_plan_follows_one_of_the_lengths_that_are_trained(folder: Path) -> None:
+def test_a_job_without_a_plan_follows_one_of_the_lengths_that_are_trained(outcomes: Outcomes) -> None:
     for name, lengths in (("unplanned", LENGTHS), ("made", tuple(min(length, 16) for length in LENGTHS))):
-        assert pq.read_table(folder / f"{name}.lengths.parquet")["length"].to_pylist() == list(lengths)
-        metadata = PlanReader(folder / f"{name}.parquet").metadata
+        assert pq.read_table(outcomes.folder / f"{name}.lengths.parquet")["length"].to_pylist() == list(lengths)
+        metadata = PlanReader(outcomes.folder / f"{name}.parquet").metadata
         assert (metadata.global_batch_size, metadata.steps, metadata.shuffle) == (GLOBAL_BATCH, 3, False)
 
 
 def test_the_plan_that_a_job_made_while_it_trained_repeats_its_run_bit_for_bit(outcomes: Outcomes) -> None:
-    made, repeated = (outcomes("planned", name)[0] for name in ("unplanned", "repeated"))
-    assert [entry["loss"] for entry in repeated["log"] if "loss" in entry] == [
-        entry["loss"] for entry in made["log"] if "loss" in entry
-    ]
-    for weight, value in made["weights"].items():
-        assert torch.equal(value, repeated["weights"][weight]), weight
+    require_repeated(outcomes, "")

@@ -11,7 +11,7 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import COUNTED_BY_TRL, RELIED_ON_OF_TRL, check_trl
-from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal, run_worker
+from tests.runtime.trainer_outcomes import Outcomes, outcomes_of, require_equal
 
 pytestmark = [
     pytest.mark.loops,
@@ -23,9 +23,7 @@ pytestmark = [
 FIELDS = dict(RELIED_ON_OF_TRL)["FusedCausalLMOutput"]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return read_outcomes(run_worker(tmp_path_factory.mktemp("trl"), "trl_worker"))
+outcomes = outcomes_of("trl_worker")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,41 @@ from tests.runs.records import read_metrics
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS, write_plans
 
-Outcomes = Callable[[str, str], list[Any]]
-"""From phase (`plain` or `planned`) and case to what each rank found."""
 _FP32 = 2e-6
 
 
-def run_worker(folder: Path, worker: str, *words: str) -> Path:
-    """Run a worker of `tests/runtime/workers` on two ranks, its scripts alone and under the plans; return its folder."""
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What each rank of a worker's job found, by phase (`plain` or `planned`) and case; `folder` has the plans."""
+
+    folder: Path
+    num_ranks: int = 2
+
+    def __call__(self, phase: str, name: str) -> list[Any]:
+        own = self.folder / phase / name
+        found = [pickle.loads((own / f"{rank}.pickle").read_bytes()) for rank in range(self.num_ranks)]
+        # The first half of a resumed loop is left in its midst, in the same process.
+        if phase == "planned" and not isinstance(found[0], str) and name != "resumed loop":
+            _require_measured(own, [entry for entry in found[0]["log"] if "grad_norm" in entry], self.num_ranks)
+        return found
+
+
+def run_scripts(folder: Path, worker: str, *words: str) -> Outcomes:
+    """Run a worker of `tests/runtime/workers` on two ranks, its scripts alone and under the plans."""
     write_plans(folder)
     (folder / "planning.json").write_text("{}")
     torchrun("-m", f"tests.runtime.workers.{worker}", str(folder), *words, num_ranks=2)
-    return folder
+    return Outcomes(folder)
 
 
-def read_outcomes(folder: Path, num_ranks: int = 2) -> Outcomes:
-    def read(phase: str, name: str) -> list[Any]:
-        own = folder / phase / name
-        found = [pickle.loads((own / f"{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
-        # The first half of a resumed loop is left in its midst, in the same process.
-        if phase == "planned" and not isinstance(found[0], str) and name != "resumed loop":
-            _require_measured(own, [entry for entry in found[0]["log"] if "grad_norm" in entry], num_ranks)
-        return found
+def outcomes_of(worker: str, *words: str) -> Any:
+    """A fixture of a module: the outcomes of a worker's cases."""
 
-    return read
+    @pytest.fixture(scope="module")
+    def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+        return run_scripts(tmp_path_factory.mktemp(worker), worker, *words)
+
+    return outcomes
 
 
 def _require_measured(folder: Path, entries: list[dict[str, float]], num_ranks: int) -> None:
@@ -74,13 +86,26 @@ def require_equal(outcomes: Outcomes, name: str, *, most: float = _FP32, steps: 
         assert torch.equal(value, planned[1]["weights"][weight]), weight
 
 
-def require_repeatable(plan: Path, outcomes: Outcomes, loop: str) -> None:
-    """Require a loop's own plan to be of its lengths and epochs, and the loop under that plan to repeat itself."""
-    lengths = pq.read_table(plan.with_suffix(".lengths.parquet"))["length"]
-    metadata = PlanReader(plan).metadata
-    assert tuple(lengths.to_pylist()) == LOOP_LENGTHS
-    assert (metadata.global_batch_size, metadata.steps, metadata.epochs) == (GLOBAL_BATCH, 6, 2)
-    made, repeated = (outcomes("planned", f"{how} {loop}")[0] for how in ("unplanned", "repeated"))
-    assert made["log"] == repeated["log"]
+def require_refused(outcomes: Outcomes, name: str, message: str, *, begins: bool = False) -> None:
+    """Require one line with this message on every rank, or one that begins with it."""
+    for found in outcomes("planned", name):
+        assert found.startswith(message) if begins else message in found, (name, found)
+        assert "\n" not in found
+
+
+def require_repeated(outcomes: Outcomes, case: str) -> None:
+    """Require the run under the plan that `unplanned CASE` made to repeat its losses and weights bit for bit."""
+    made, repeated = (outcomes("planned", f"{how} {case}".strip())[0] for how in ("unplanned", "repeated"))
+    assert [entry.get("loss") for entry in made["log"]] == [entry.get("loss") for entry in repeated["log"]]
     for weight, value in made["weights"].items():
         assert torch.equal(value, repeated["weights"][weight]), weight
+
+
+def require_repeatable(plan: str, outcomes: Outcomes, loop: str) -> None:
+    """Require a loop's own plan to be of its lengths and epochs, and the loop under that plan to repeat itself."""
+    path = outcomes.folder / plan
+    lengths = pq.read_table(path.with_suffix(".lengths.parquet"))["length"]
+    metadata = PlanReader(path).metadata
+    assert tuple(lengths.to_pylist()) == LOOP_LENGTHS
+    assert (metadata.global_batch_size, metadata.steps, metadata.epochs) == (GLOBAL_BATCH, 6, 2)
+    require_repeated(outcomes, loop)

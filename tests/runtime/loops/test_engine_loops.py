@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal, require_repeatable, run_worker
+from tests.runtime.trainer_outcomes import Outcomes, outcomes_of, require_equal, require_refused, require_repeatable
 
 pytestmark = pytest.mark.loops
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+outcomes = outcomes_of("engine_worker")
 
 _CASES = {
     "engine": 3,
@@ -28,29 +28,15 @@ _REFUSALS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_worker(tmp_path_factory.mktemp("engines"), "engine_worker")
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> Outcomes:
-    return read_outcomes(folder)
-
-
 @pytest.mark.parametrize("name", _CASES)
 def test_losses_norms_and_weights_are_those_of_the_loop_without_a_plan(outcomes: Outcomes, name: str) -> None:
     require_equal(outcomes, name, steps=_CASES[name])
 
 
-def test_a_loop_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(
-    folder: Path, outcomes: Outcomes
-) -> None:
-    require_repeatable(folder / "unplanned-engine.parquet", outcomes, "engine")
+def test_a_loop_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(outcomes: Outcomes) -> None:
+    require_repeatable("unplanned-engine.parquet", outcomes, "engine")
 
 
 @pytest.mark.parametrize("name", _REFUSALS)
 def test_what_cannot_be_followed_is_refused_on_every_rank_in_one_line(outcomes: Outcomes, name: str) -> None:
-    for found in outcomes("planned", name):
-        assert found.startswith(_REFUSALS[name])
-        assert "\n" not in found
+    require_refused(outcomes, name, _REFUSALS[name], begins=True)

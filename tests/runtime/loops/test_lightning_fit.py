@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from tests.runtime.trainer_outcomes import Outcomes, read_outcomes, require_equal, require_repeatable, run_worker
+from tests.runtime.trainer_outcomes import Outcomes, outcomes_of, require_equal, require_refused, require_repeatable
 
 pytestmark = pytest.mark.loops
 pytest.importorskip("lightning", reason="Lightning is not installed")
+
+outcomes = outcomes_of("lightning_fit_worker")
 
 _REFUSALS = {
     "own loss": "backward was called on a loss that the micro-batch did not make",
@@ -29,16 +31,6 @@ _REFUSALS = {
     "changing data module": "row 13 of the training data has other tokens than in the epochs before; the plan was made of",
     "limited": "limit_train_batches and overfit_batches skip rows that the plan has; remove them",
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_worker(tmp_path_factory.mktemp("lightning"), "lightning_fit_worker")
-
-
-@pytest.fixture(scope="module")
-def outcomes(folder: Path) -> Outcomes:
-    return read_outcomes(folder)
 
 
 @pytest.mark.parametrize(
@@ -61,17 +53,13 @@ def test_losses_norms_rates_and_weights_are_those_of_the_script_without_a_plan(
     assert [entry.get("lr") for entry in planned] == [entry.get("lr") for entry in plain]
 
 
-def test_a_script_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(
-    folder: Path, outcomes: Outcomes
-) -> None:
-    require_repeatable(folder / "unplanned-loop.parquet", outcomes, "fit")
+def test_a_script_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(outcomes: Outcomes) -> None:
+    require_repeatable("unplanned-loop.parquet", outcomes, "fit")
 
 
-def test_what_cannot_be_followed_is_refused_on_every_rank_before_the_first_step(outcomes: Outcomes) -> None:
-    for name, message in _REFUSALS.items():
-        for found in outcomes("planned", name):
-            assert message in found, (name, found)
-            assert "\n" not in found
+@pytest.mark.parametrize("name", _REFUSALS)
+def test_what_cannot_be_followed_is_refused_on_every_rank_before_the_first_step(outcomes: Outcomes, name: str) -> None:
+    require_refused(outcomes, name, _REFUSALS[name])
 
 
 @pytest.mark.parametrize("kind", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"])
