@@ -33,6 +33,12 @@ def row(order: int, *ranks: int) -> MicroBatch:
     return microbatch((9,), ranks, step=7, order=order)
 
 
+def watching(rank: int, seconds: float = 10.0, clock: Clock | None = None) -> tuple[Watch, list[str]]:
+    """A watch, and the lines that it says."""
+    lines: list[str] = []
+    return Watch(rank, clock or Clock(), seconds, lines.append), lines
+
+
 def test_a_rank_names_those_that_it_shares_heads_with() -> None:
     lines: list[str] = []
     for members, shared in (((0, 1, 4, 5, 2, 3), 2), ((2, 3, 4), 3)):
@@ -49,9 +55,8 @@ def test_a_rank_names_those_that_it_shares_heads_with() -> None:
 
 
 def test_a_rank_names_step_ring_and_neighbours_that_the_device_waits_for() -> None:
-    lines: list[str] = []
     device = Device()
-    watch = Watch(3, device, 10.0, lines.append)
+    watch, lines = watching(3, clock=device)
     # The host has left both long ago; the device has done the first one.
     for number, one in enumerate((row(0, 3), row(4, 0, 2, 3, 1), row(5, 3))):
         watch.begin(7, one).end = float(number)
@@ -66,8 +71,7 @@ def test_a_rank_names_step_ring_and_neighbours_that_the_device_waits_for() -> No
 
 
 def test_every_place_has_its_own_time_and_its_own_words() -> None:
-    lines: list[str] = []
-    watch = Watch(1, Clock(), 10.0, lines.append)
+    watch, lines = watching(1)
     first = watch.begin(2, row(0, 0, 1))
     watch.look(0.0)
     first.end = 1.0
@@ -92,8 +96,7 @@ def test_every_place_has_its_own_time_and_its_own_words() -> None:
 
 
 def test_a_loop_that_only_says_what_begins_is_waited_for_in_what_began_last() -> None:
-    lines: list[str] = []
-    watch = Watch(0, Clock(), 10.0, lines.append)
+    watch, lines = watching(0)
     watch.leave()  # nothing has begun
     for order in (0, 1):
         watch.go_on(3, row(order, 0, 1))
@@ -107,8 +110,7 @@ def test_a_loop_that_only_says_what_begins_is_waited_for_in_what_began_last() ->
 
 
 def test_a_loop_that_was_left_is_not_waited_for() -> None:
-    lines: list[str] = []
-    watch = Watch(0, Clock(), 1.0, lines.append)
+    watch, lines = watching(0, 1.0)
     watch.begin(0, row(0, 0, 1))
     watch.look(0.0)
     watch.forget()
