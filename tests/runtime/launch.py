@@ -16,9 +16,9 @@ from tests.patience import PATIENCE_SECONDS
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(*program: str, num_ranks: int, **environment: str) -> None:
-    """Run `program` (as after `torchrun`) on gloo ranks; a failing rank fails the test with what it said."""
-    _run([*torchrun_argv(num_ranks), *program], ROOT, environment)
+def torchrun(*program: str, num_ranks: int, **environment: str) -> str:
+    """Run `program` (as after `torchrun`) on gloo ranks; return what they print. A failing rank fails the test."""
+    return _run([*torchrun_argv(num_ranks), *program], ROOT, environment)
 
 
 def forked(module: str, *words: str, folder: Path = ROOT) -> str:

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fcp_cli.machine.torchrun import torchrun_argv
-from tests.forked_ranks import shared
-from tests.patience import PATIENCE_SECONDS
+from tests.runtime.launch import torchrun
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
-
-ROOT = Path(__file__).parents[2]
 
 
 @cache
 def run_job(num_ranks: int, staged: bool) -> dict[str, Any]:
     """What rank 0 of the worker reports; one launch serves all tests."""
-    command = [*torchrun_argv(num_ranks), "-m", "tests.runtime.workers.ring_worker", *(["--staged"] if staged else [])]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **shared()},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    report: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    words = ["-m", "tests.runtime.workers.ring_worker", *(["--staged"] if staged else [])]
+    report: dict[str, Any] = json.loads(torchrun(*words, num_ranks=num_ranks).splitlines()[-1])
     return report
 
 
@@ -45,7 +28,7 @@ def report(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def test_every_rank_computes_what_one_process_does(report: dict[str, Any]) -> None:
-    """fp64 within 1e-12 absolute, fp32 within 2e-6 relative, two layers, with and without recomputation."""
+    """fp64 within 1e-12 absolute, fp32 within 2e-6 relative, with and without recomputation."""
     assert report["worst_share_of_tolerance"] <= 1.0
     assert report["degrees"] == list(range(1, report["num_ranks"] + 1))
     if report["num_ranks"] == 4:

@@ -5,18 +5,16 @@ Run by torchrun. Every rank knows the whole schedule and the whole of every pack
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import random
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
@@ -28,9 +26,8 @@ from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.recording import RecordingTransport
 from tests.masks import random_mask
-from tests.patience import PATIENCE_SECONDS
-from tests.runtime.reference import HEADS, PACKS, absolute_error, can_share, packed_attention
-from tests.runtime.workers.leave import leave_job
+from tests.runtime.reference import HEADS, PACKS, absolute_error, can_share, make_example
+from tests.runtime.workers.leave import join_job, leave_job
 
 MODES = ["plain", "reentrant", "non-reentrant"]
 RANDOM_STEPS = 12
@@ -105,56 +102,37 @@ def make_job(generator: random.Random, ranks: tuple[int, ...]) -> Job:
 
 
 class Attempt:
-    """One rank's share of a job: two attention layers, forward and backward, against the whole pack on one device."""
+    """One rank's share of a job: attention, forward and backward, against the whole pack on one device."""
 
     def __init__(self, job: Job, rank: int, transport: Transport) -> None:
-        generator = torch.Generator().manual_seed(job.seed)
-        num_heads, kv_heads = job.heads
+        pack: dict[str, Any] = {"masks": job.masks, "value_dim": job.value_dim, "window": job.window}
         self.job = job
-        self.whole = [
-            torch.randn(sum(job.lengths), count, size, generator=generator, dtype=torch.float64).to(job.dtype).double()
-            for count, size in (
-                (num_heads, HEAD_DIM),
-                (kv_heads, HEAD_DIM),
-                (kv_heads, job.value_dim),
-                (num_heads, job.value_dim),
-            )
-        ]
+        self.example = make_example(job.lengths, job.heads, HEAD_DIM, job.seed, job.dtype, **pack)
         member = job.ranks.index(rank)
         layout = shard_layout(job.lengths, len(job.ranks), job.heads_degree, job.masks)
         self.ring = Ring(layout, member, job.ranks, transport)
-        self.index = torch.from_numpy(self.ring.layout.index(member))
-        q, k, v, self.grad_out = (self._shard(tensor) for tensor in self.whole)
-        self.leaves = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_()]
-        self.out = q
+        self.index = torch.from_numpy(layout.index(member))
+        whole = self.example.q, self.example.k, self.example.v, self.example.grad_out
+        *leaves, self.grad_out = (
+            tensor[self.index].to(job.dtype).transpose(0, 1)[None].contiguous() for tensor in whole
+        )
+        self.leaves = [leaf.requires_grad_() for leaf in leaves]
+        self.out = self.leaves[0]
 
     def forward(self) -> None:
-        q, k, v = self.leaves
-        if self.job.mode in ("reentrant", "non-reentrant"):
-            self.out = checkpoint(self._explicit, q, k, v, use_reentrant=self.job.mode == "reentrant")
-            return
-        token = current_ring.set(self.ring)
-        window = self.job.window
-        self.out = attention(queries_of(attention(q, k, v, window=window)), k, v, window=window)
-        current_ring.reset(token)
+        if self.job.mode == "plain":
+            token = current_ring.set(self.ring)
+            self.out = attention(*self.leaves, window=self.job.window)
+            current_ring.reset(token)
+        else:
+            explicit = partial(attention, ring=self.ring, window=self.job.window)
+            self.out = checkpoint(explicit, *self.leaves, use_reentrant=self.job.mode == "reentrant")
 
     def backward(self) -> float:
         """Run it; returns how far this rank is from the truth, as a share of what is allowed."""
         torch.autograd.backward(self.out, self.grad_out)
-        q, k, v = (tensor.clone().requires_grad_() for tensor in self.whole[:3])
-        pack = (self.job.lengths, self.job.masks, self.job.window)
-        first = packed_attention(q, k, v, *pack)
-        out = packed_attention(queries_of(first), k, v, *pack)
-        expected = (out.detach(), *torch.autograd.grad(out, (q, k, v), self.whole[3]))
         found = (self.out, *(leaf.grad for leaf in self.leaves))
-        return max(self._error(*pair) for pair in zip(found, expected, strict=True))
-
-    def _explicit(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        how: dict[str, Any] = {"ring": self.ring, "window": self.job.window}
-        return attention(queries_of(attention(q, k, v, **how)), k, v, **how)
-
-    def _shard(self, tensor: Tensor) -> Tensor:
-        return tensor[self.index].to(self.job.dtype).transpose(0, 1).unsqueeze(0).contiguous()
+        return max(self._error(*pair) for pair in zip(found, self.example.results, strict=True))
 
     def _error(self, found: Tensor | None, expected: Tensor) -> float:
         assert found is not None
@@ -163,13 +141,8 @@ class Attempt:
             return absolute_error(local, expected[self.index]) / 1e-12
         # Relative to the whole tensor: a shard of a few tokens has no norm of its own to speak of. Where all sequences
         # are single tokens, dq and dk are exactly 0 and some CPUs' kernels leave rounding: relative to what flows in.
-        share = (local.double() - expected[self.index]).norm() / (expected.norm() or self.whole[3].norm())
+        share = (local.double() - expected[self.index]).norm() / (expected.norm() or self.example.grad_out.norm())
         return float(share) / 2e-6
-
-
-def queries_of(out: Tensor) -> Tensor:
-    """The queries of the second layer: the output of the first, whose heads have the size of values."""
-    return functional.pad(out, (0, HEAD_DIM - out.shape[-1]))
 
 
 def run_step(jobs: list[Job], rank: int, transport: Transport) -> float:
@@ -184,10 +157,7 @@ def run_step(jobs: list[Job], rank: int, transport: Transport) -> float:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = join_job(), dist.get_world_size()
     transport = ProcessTransport.create(torch.device("cpu"))
     transport._staged = "--staged" in sys.argv
     recorder = RecordingTransport(transport)
