@@ -1,16 +1,15 @@
 """DeepSpeed engines in turn, on the ranks of a plan or in one process: `-m tests.runtime.workers.deepspeed_worker FOLDER`.
 
-Each case leaves `CASE-RANK.pickle` in the folder, or `CASE-alone.pickle` where this is the only process.
+Each case leaves `CASE-RANK.pickle` in the folder, or `CASE, alone-0.pickle` where this is the only process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from fcp_cli.errors import FcpError
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Reduce
 from fcp_cli.runtime.session.start import start
-from tests.patience import PATIENCE_SECONDS
 from tests.runtime.loops.cases import (
     LEARNING_RATE,
     SYNCS,
@@ -33,7 +30,7 @@ from tests.runtime.loops.cases import (
     model_under_a_plan,
     tokens_of,
 )
-from tests.runtime.workers.leave import leave_job
+from tests.runtime.workers.leave import join_job, leave_cases, leave_job
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,29 +164,21 @@ def refused(folder: Path) -> Mapping[str, Any]:
     }
 
 
+def resumed(folder: Path, stage: int) -> Trained:
+    case = Case(stage=stage, sync="microbatch", saves=True)
+    follow(folder, case)
+    return follow(folder, replace(case, saves=False), resume=folder / "saved")
+
+
 def main(folder: Path) -> None:
-    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
-    torch.set_num_threads(1)
+    join_job()
     deepspeed.init_distributed("gloo")
-    is_alone = dist.get_world_size() == 1
-    rank = "alone" if is_alone else str(dist.get_rank())
-
-    def leave(name: str, result: Any) -> None:
-        (folder / f"{name}-{rank}.pickle").write_bytes(pickle.dumps(result))
-
-    for name, case in CASES.items():
-        leave(name, alone(folder, case) if is_alone else follow(folder, case))
-    if not is_alone:
-        for name, stage in RESUMED.items():
-            case = Case(stage=stage, sync="microbatch", saves=True)
-            follow(folder, case)
-            leave(name, follow(folder, replace(case, saves=False), resume=folder / "saved"))
-    for name, run in () if is_alone else refused(folder).items():
-        try:
-            run()
-            leave(name, "no error")
-        except FcpError as error:
-            leave(name, str(error))
+    if dist.get_world_size() == 1:
+        leave_cases(folder, {f"{name}, alone": partial(alone, folder, case) for name, case in CASES.items()})
+    else:
+        leave_cases(folder, {name: partial(follow, folder, case) for name, case in CASES.items()})
+        leave_cases(folder, {name: partial(resumed, folder, stage) for name, stage in RESUMED.items()})
+        leave_cases(folder, refused(folder))
     leave_job()
 
 

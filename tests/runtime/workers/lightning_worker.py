@@ -5,8 +5,6 @@ Each case leaves `CASE-RANK.pickle` in the folder.
 
 from __future__ import annotations
 
-import faulthandler
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,24 +13,26 @@ from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from fcp_cli.errors import FcpError
 from fcp_cli.integrations.lightning import PlannedSteps
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.start import start
 from fcp_cli.runtime.session.step import Step
-from tests.patience import PATIENCE_SECONDS
-from tests.runtime.loops.cases import LEARNING_RATE, NUM_RANKS, SYNCS, Trained, flat, model_under_a_plan, tokens_of
-from tests.runtime.workers.leave import leave_job
-
-
-def norm_of(model: nn.Module) -> float:
-    return float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+from tests.runtime.loops.cases import (
+    LEARNING_RATE,
+    NUM_RANKS,
+    SYNCS,
+    Trained,
+    flat,
+    model_under_a_plan,
+    norm_of,
+    tokens_of,
+)
+from tests.runtime.workers.leave import join_job, leave_cases, leave_job
 
 
 def by_fabric(plan: Path) -> Trained:
@@ -128,19 +128,7 @@ def cases(folder: Path) -> Mapping[str, Callable[[], Any]]:
     }
 
 
-def main(folder: Path) -> None:
-    faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name, run in cases(folder).items():
-        result: Any
-        try:
-            result = run()
-        except FcpError as error:
-            result = str(error)
-        (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(result))
-    leave_job()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    join_job()
+    leave_cases(Path(sys.argv[1]), cases(Path(sys.argv[1])))
+    leave_job()
