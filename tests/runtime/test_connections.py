@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +42,12 @@ pytestmark = pytest.mark.torch
 CPU = torch.device("cpu")
 
 
+def connections_of(meeting: Meeting, process: int, rank: int, **peers: Any) -> tuple[Connections, RecordingTransport]:
+    """Those of a rank, and what it sends and receives."""
+    transport = RecordingTransport(ThreadTransport(meeting.mailbox, process, timeout_seconds=20.0))
+    return Connections(transport, rank=rank, device=CPU, **peers), transport
+
+
 @settings(max_examples=100)
 @given(st.sets(st.tuples(st.integers(0, 15), st.integers(0, 15)).filter(lambda hop: hop[0] != hop[1])))
 def test_in_a_round_every_rank_meets_one_other_at_most(hops: set[tuple[int, int]]) -> None:
@@ -62,8 +69,7 @@ def test_ranks_meet_over_exactly_the_ways_that_rings_will_use(
     lines: list[str] = []
 
     def run(meeting: Meeting, rank: int) -> tuple[Operation, ...]:
-        transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
-        met = Connections(transport, rank=rank, device=CPU)
+        met, transport = connections_of(meeting, rank, rank)
         met.open_all(planned_hops(plan), report=lines.append if rank == 0 else None)
         assert met.peers_met == len(contacts_of(rank, planned_hops(plan)))
         return tuple(transport.operations)
@@ -87,8 +93,7 @@ def test_ranks_of_a_plan_may_be_processes_of_other_numbers(tmp_path: Path) -> No
     plan = write_plan(tmp_path / "plan.parquet", [[Row([0, 1], [9]), Row([2], [3])]], num_ranks=3)
 
     def run(meeting: Meeting, process: int) -> int:
-        transport = ThreadTransport(meeting.mailbox, process, timeout_seconds=20.0)
-        met = Connections(transport, rank=2 - process, device=CPU, peers=(2, 1, 0))
+        met, _ = connections_of(meeting, process, 2 - process, peers=(2, 1, 0))
         met.open_all(planned_hops(plan))
         return met.peers_met
 
@@ -138,8 +143,7 @@ def test_a_session_opens_ways_back_where_any_model_looks_back(tmp_path: Path, mo
         expect_halo_pattern(kind)
 
         def run(meeting: Meeting, rank: int) -> set[tuple[int, int]]:
-            transport = RecordingTransport(ThreadTransport(meeting.mailbox, rank, timeout_seconds=20.0))
-            met = Connections(transport, rank=rank, device=CPU)
+            met, transport = connections_of(meeting, rank, rank)
             met.open_all(planned_hops(plan))
             met.halo_pattern = connections.agree_on_halo_pattern(ThreadWorld(meeting, rank))
             met.open_all(planned_hops(plan, halo_pattern=met.halo_pattern))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -47,19 +48,9 @@ def whole(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
     return out
 
 
-def selective(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
-    out: Tensor = checkpoint(layer, hidden, ring, use_reentrant=False, context_fn=keep_attention)
-    return out
-
-
-def elementwise(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
-    out: Tensor = checkpoint(layer, hidden, ring, use_reentrant=False, context_fn=keep_products)
-    return out
-
-
-def full(layer: Layer, hidden: Tensor, ring: Ring) -> Tensor:
-    out: Tensor = checkpoint(layer, hidden, ring, use_reentrant=False)
-    return out
+full: Run = partial(checkpoint, use_reentrant=False)
+selective: Run = partial(checkpoint, use_reentrant=False, context_fn=keep_attention)
+elementwise: Run = partial(checkpoint, use_reentrant=False, context_fn=keep_products)
 
 
 def train(run: Run, *, degree: int, at_once: int = 1) -> list[Passes]:
@@ -70,7 +61,7 @@ def train(run: Run, *, degree: int, at_once: int = 1) -> list[Passes]:
 
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("degree", [1, 3])
-@pytest.mark.parametrize("run", [elementwise, selective, full])
+@pytest.mark.parametrize("run", [elementwise, selective, full], ids=["elementwise", "selective", "full"])
 def test_recomputed_layers_have_the_gradients_of_whole_ones(run: Run, degree: int, at_once: int) -> None:
     for found, expected in zip(
         train(run, degree=degree, at_once=at_once), train(whole, degree=degree, at_once=at_once), strict=True
@@ -96,7 +87,7 @@ def test_kept_attention_counts_as_one_call() -> None:
     assert [(r.attention_calls, r.context.backward_calls) for r in train(selective, degree=1)[0].rings] == [(4, 4)]
 
 
-@pytest.mark.parametrize("run", [elementwise, selective])
+@pytest.mark.parametrize("run", [elementwise, selective], ids=["elementwise", "selective"])
 def test_backward_may_run_twice(run: Run) -> None:
     ring, layer = Ring(shard_layout((6,), 1)), Layer()
     loss = run(layer, torch.ones(1, 6, WIDTH, dtype=torch.float64), ring).sum()
@@ -171,7 +162,9 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(("run", "again"), [(whole, 0), (elementwise, 1), (selective, 3)])
+@pytest.mark.parametrize(
+    ("run", "again"), [(whole, 0), (elementwise, 1), (selective, 3)], ids=["whole", "elementwise", "selective"]
+)
 def test_only_the_last_product_runs_again_where_products_are_kept(run: Run, again: int) -> None:
     """The layer's three matrices: the last one's output is read by tanh, and so computed again."""
     ring = Ring(shard_layout((8,), 1))

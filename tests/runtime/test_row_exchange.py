@@ -51,14 +51,6 @@ def test_every_row_arrives_in_order_and_no_order_of_messages_can_deadlock(
     check_order({rank: transport.operations for rank, transport in zip(ranks, transports, strict=True)})
 
 
-def test_an_encoder_may_live_on_other_ranks_than_its_tokens() -> None:
-    """Ranks 5 and 6 encode four images of two embeddings each, ranks 0 and 9 hold their tokens."""
-    ranks = (0, 5, 6, 9)
-    producers, consumers = [1, 1, 2, 2, 1, 1, 2, 2], [0, 0, 0, 0, 0, 3, 3, 3]
-    sizes = [(len(one.sends[0]), len(one.sends[3]), one.num_outputs) for one in routes(producers, consumers, ranks)]
-    assert sizes == [(0, 0, 5), (3, 1, 0), (2, 2, 0), (0, 0, 3)]
-
-
 def test_rows_that_nobody_needs_get_zero_gradient() -> None:
     (one,) = routes([0, 0, 0], [0, -1, 0], (4,))
     rows = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)  # the fourth is a dummy, outside the table
