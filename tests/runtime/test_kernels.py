@@ -154,23 +154,21 @@ def test_the_npu_kernel_asks_for_the_order_of_the_statistics_once() -> None:
     assert len(fake.calls) == 4
 
 
-def test_the_npu_kernel_refuses_statistics_of_unknown_shape() -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stats: stats[..., :1], r"row statistics of shape \(4, 2, 1\), expected \(4, 2, 8\)"),
+        (lambda stats: stats.flip(0), "orders its row statistics in a way"),
+    ],
+    ids=["shape", "order"],
+)
+def test_the_npu_kernel_refuses_unknown_statistics(change: Callable[[Tensor], Tensor], message: str) -> None:
     class Other(FakeNpu):
         def _stats(self, rows: list[Tensor]) -> Tensor:
-            return super()._stats(rows)[..., :1]
+            return change(super()._stats(rows))
 
     q = torch.randn(4, 2, 16)
-    with pytest.raises(RunError, match=r"row statistics of shape \(4, 2, 1\), expected \(4, 2, 8\)"):
-        NpuKernel(Other(head_major=False)).forward(q, q, q, Segments((4,), (4,), causal=True), 1.0)
-
-
-def test_the_npu_kernel_refuses_statistics_of_unknown_order() -> None:
-    class Other(FakeNpu):
-        def _stats(self, rows: list[Tensor]) -> Tensor:
-            return super()._stats(rows).flip(0)
-
-    q = torch.randn(4, 2, 16)
-    with pytest.raises(RunError, match="orders its row statistics in a way"):
+    with pytest.raises(RunError, match=message):
         NpuKernel(Other(head_major=False)).forward(q, q, q, Segments((4,), (4,), causal=True), 1.0)
 
 
