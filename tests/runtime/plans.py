@@ -6,16 +6,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, dump_cost_profile
 from fcp_cli.cost.recompute_levels import RecomputeLevel
 from fcp_cli.plan.file.writer import plan_writer
-from fcp_cli.plan.metadata.masks import PlannedMasks
-from fcp_cli.plan.metadata.plan_metadata import EncoderBalance, ManifestReference, PlanMetadata, Sync
-from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.recipe import Recipe
 
@@ -54,33 +52,16 @@ def write_plan(
     *,
     num_ranks: int,
     sync: Sync = "iteration",
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
     rows: int = 1 << 20,
-    encoder_balance: EncoderBalance | None = None,
-    pipeline: Pipeline | None = None,
-    encoder_ranks: int | None = None,
-    masked_sequences: int | None = None,
-    masks: PlannedMasks | None = None,
-    recipe: Recipe | None = None,
-    cost_profile: str | None = None,
+    **facts: Any,
 ) -> Path:
-    """Write a plan whose sequences are numbered in order of appearance, of a manifest of so many rows."""
+    """Write a plan whose sequences are numbered in order of appearance, of a manifest of so many rows.
+
+    `facts` are further ones of its metadata.
+    """
     sequences = 0
     shares_heads = any(row.heads_degree > 1 for step in steps for row in step)
-    metadata = replace(
-        _metadata(num_ranks, sync, rows),
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        encoder_balance=encoder_balance,
-        pipeline=pipeline,
-        encoder_ranks=encoder_ranks,
-        masked_sequences=masked_sequences,
-        masks=masks,
-        attention="2d" if shares_heads else None,
-        recipe=recipe,
-    )
-    metadata = metadata if cost_profile is None else replace(metadata, cost_profile=cost_profile)
+    metadata = replace(_metadata(num_ranks, sync, rows), attention="2d" if shares_heads else None, **facts)
     with plan_writer(path, metadata) as writer:
         for number, step in enumerate(steps):
             writer.append(make_step(step, step=number, first_sequence=sequences, shares_heads=shares_heads))

@@ -46,13 +46,12 @@ from tests.runtime.gemma3_models import (  # noqa: E402
 from tests.runtime.workers.decoder_worker import CASES, ITERATION, WAVES  # noqa: E402
 
 _building = threading.Lock()  # weights are drawn from one random state
+PLANNED: dict[str, Any] = {"rows": 3, "masked_sequences": 2, "masks": planned_masks(kept())}
 
 
 @pytest.mark.parametrize("how", ["matrix", "matrix of each kind of layers", "token types", "the plan alone"])
 def test_gemma_3_with_images_and_windows_has_the_gradient_of_one_process(how: str, tmp_path: Path) -> None:
-    plan = write_plan(
-        tmp_path / "plan.parquet", [ROWS], num_ranks=3, rows=3, masked_sequences=2, masks=planned_masks(kept())
-    )
+    plan = write_plan(tmp_path / "plan.parquet", [ROWS], num_ranks=3, **PLANNED)
 
     def run(meeting: Meeting, rank: int) -> Replayed:
         with _building:
@@ -81,8 +80,7 @@ def test_processes_train_gemma_3_with_images_and_windows_as_one(tmp_path: Path) 
         WAVES: ("microbatch", [Row([0, 1, 3], LENGTHS[:2], 0), Row([2], LENGTHS[2:], 0)]),
     }
     for name, (sync, rows) in plans.items():
-        masks = planned_masks(kept())
-        write_plan(tmp_path / name, [rows], num_ranks=4, sync=sync, rows=3, masked_sequences=2, masks=masks)
+        write_plan(tmp_path / name, [rows], num_ranks=4, sync=sync, **PLANNED)
     left = run_worker("decoder_worker", tmp_path, "gemma3", num_ranks=4)
     assert {name: len(ranks) for name, ranks in left.items()} == dict.fromkeys(CASES["gemma3"], 4)
     with norms_in_fp64():
@@ -175,7 +173,7 @@ def test_token_types_are_the_spans_of_gemma_3() -> None:
 
 
 def test_data_that_comes_with_another_mask_than_the_plan_s_is_named(tmp_path: Path) -> None:
-    plan = write_plan(tmp_path / "p", [ROWS], num_ranks=3, rows=3, masked_sequences=2, masks=planned_masks(kept()))
+    plan = write_plan(tmp_path / "p", [ROWS], num_ranks=3, **PLANNED)
     metadata = PlanReader(plan).metadata
     for mask, message in (
         (

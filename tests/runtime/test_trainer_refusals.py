@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,51 +22,31 @@ from tests.runtime.plans import Row, write_plan
 pytestmark = pytest.mark.hf
 
 
-def set_to(path: str, value: Any) -> Callable[[Any], None]:
-    """Set an attribute of a trainer, or of what it has."""
-    *parents, name = path.split(".")
-
-    def change(trainer: Any) -> None:
-        for parent in parents:
-            trainer = getattr(trainer, parent)
-        setattr(trainer, name, value)
-
-    return change
-
-
-CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "mean of means": (
-        set_to("args.average_tokens_across_devices", False),
-        "average_tokens_across_devices=False weighs",
-    ),
-    "found batch": (
-        set_to("args.auto_find_batch_size", True),
-        "auto_find_batch_size changes the batch, which the plan",
-    ),
-    "noise": (set_to("neftune_noise_alpha", 5.0), "neftune_noise_alpha scales noise by a sequence's length"),
-    "deepspeed": (
-        set_to("is_deepspeed_enabled", True),
-        "deepspeed= cannot follow a plan through the Trainer; remove it",
-    ),
-    "lomo": (set_to("args.optim", "adalomo"), "the optimizer adalomo steps inside each backward; a plan's step has"),
+# Name: an attribute of a trainer or of what it has, its value, and what is said of it.
+CHANGES: dict[str, tuple[str, Any, str]] = {
+    "mean of means": ("args.average_tokens_across_devices", False, "average_tokens_across_devices=False weighs"),
+    "found batch": ("args.auto_find_batch_size", True, "auto_find_batch_size changes the batch, which the plan"),
+    "noise": ("neftune_noise_alpha", 5.0, "neftune_noise_alpha scales noise by a sequence's length"),
+    "deepspeed": ("is_deepspeed_enabled", True, "deepspeed= cannot follow a plan through the Trainer; remove it"),
+    "lomo": ("args.optim", "adalomo", "the optimizer adalomo steps inside each backward; a plan's step has"),
     "experts": (
-        set_to("model.config.output_router_logits", True),
+        "model.config.output_router_logits",
+        True,
         "the model adds an auxiliary loss of its experts (output_router_logits), which is made of one rank's tokens",
     ),
     "images of another family": (
-        set_to("model.config.vision_config", SimpleNamespace()),
+        "model.config.vision_config",
+        SimpleNamespace(),
         "the images of a qwen3 model cannot follow a plan, those of qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, qwen2_5_vl, internvl, gemma3",
     ),
     "tensor parallelism": (
-        set_to("accelerator", SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=2, cp_size=1, sp_size=1))),
+        "accelerator",
+        SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=2, cp_size=1, sp_size=1)),
         "the script sets tp_size; a plan makes the groups itself: remove it",
     ),
-    "packing": (set_to("args.packing", True), "the script sets packing=True; leave it off: the plan packs"),
-    "offloading": (set_to("args.activation_offloading", True), "activation_offloading=True counts on one forward and"),
-    "reference before": (
-        set_to("args.precompute_ref_log_probs", True),
-        "precompute_ref_log_probs=True puts the reference",
-    ),
+    "packing": ("args.packing", True, "the script sets packing=True; leave it off: the plan packs"),
+    "offloading": ("args.activation_offloading", True, "activation_offloading=True counts on one forward and"),
+    "reference before": ("args.precompute_ref_log_probs", True, "precompute_ref_log_probs=True puts the reference"),
 }
 
 
@@ -103,8 +83,9 @@ def test_a_plain_trainer_is_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_plan_would_leave_out_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     trainer = trainer_of(Trainer, tmp_path)
-    change, message = CHANGES[name]
-    change(trainer)
+    path, value, message = CHANGES[name]
+    *parents, attribute = path.split(".")
+    setattr(reduce(getattr, parents, trainer), attribute, value)
     with pytest.raises(RunError) as refused:
         check_trainer(trainer)
     assert message in str(refused.value)
