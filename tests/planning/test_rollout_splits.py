@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, make_dataclass
-from math import lcm
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,6 @@ from fcp_cli import Planner
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.planning.baselines.number_partition import partition
 from fcp_cli.planning.rollouts.levelling import level_packs, level_parts
-from fcp_cli.planning.rollouts.nemo_rl import as_rank_plan, rank_plans
 from fcp_cli.planning.rollouts.slime import build_dp_schedule
 from fcp_cli.planning.rollouts.verl import VerlBalancing, lengths_of_workloads
 from tests.messages import raises
@@ -183,65 +179,3 @@ def test_slime_is_told_what_cannot_be_split(planner: Planner) -> None:
         split(SlimeArguments(), 3, global_batch_size=3)
     with raises("UsageError: micro-batches of a fixed size leave nothing to plan; add --use-dynamic-batch-size"):
         split(SlimeArguments(use_dynamic_batch_size=False), 8)
-
-
-@pytest.mark.parametrize(("sequence_parallel", "pad_multiple"), [(1, 1), (2, 3)])
-def test_nemo_rls_lanes_get_aligned_groups_within_their_budget(
-    planner: Planner, sequence_parallel: int, pad_multiple: int
-) -> None:
-    lengths = drawn(60, longest=30_000)
-    lengths[7] = 30_000  # four lanes
-    steps = [list(range(0, 60, 2)), list(range(1, 60, 2))]
-    plans = rank_plans(planner, lengths.tolist(), steps, sequence_parallel=sequence_parallel, pad_multiple=pad_multiple)
-    assert [plan["lane"] for plan in plans] == list(range(RANKS))
-    for number, samples in enumerate(steps):
-        by_lane = [plan["steps"][number] for plan in plans]
-        assert {len(step["groups"]) for step in by_lane} == {len(by_lane[0]["groups"])}
-        assert {step["valid_tokens"] for step in by_lane} == {float(lengths[samples].sum())}
-        seen: list[int] = []
-        for lane, step in enumerate(by_lane):
-            for place, group in enumerate(step["groups"]):
-                (task,) = group["assignments"]
-                width, start = task["cp_size"], task["lane_start"]
-                assert width & (width - 1) == 0 and start % width == 0 and start <= lane < start + width
-                assert all(by_lane[other]["groups"][place] == group for other in range(start, start + width))
-                assert task["pad_multiple"] == lcm(pad_multiple, (2 * width if width > 1 else 1) * sequence_parallel)
-                assert (
-                    task["padded_tokens"] <= width * MOST_TOKENS and task["padded_tokens"] % task["pad_multiple"] == 0
-                )
-                seen += task["sample_indices"] if lane == start else []
-        assert sorted(seen) == samples
-    assert max(task["cp_size"] for task in tasks_of(plans)) >= 4
-
-
-def tasks_of(plans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        task for plan in plans for step in plan["steps"] for group in step["groups"] for task in group["assignments"]
-    ]
-
-
-def test_nemo_rls_own_values_are_made_of_a_plan(planner: Planner) -> None:
-    fields = {
-        "CPAssignment": ["sample_indices", "lane_start", "cp_size", "pad_multiple", "padded_tokens"],
-        "CPRankGroup": ["assignments"],
-        "CPRankStep": ["groups", "valid_sequences", "valid_tokens"],
-        "CPRankPlan": ["lane", "lane_ranks", "steps"],
-    }
-    module = SimpleNamespace(**{name: make_dataclass(name, names, frozen=True) for name, names in fields.items()})
-    plans = rank_plans(
-        planner, [500, 20_000, 30], [[0, 1, 2]], lane_ranks=[[2 * lane, 2 * lane + 1] for lane in range(8)]
-    )
-    made = as_rank_plan(plans[3], module)
-    assert hash(made) and made.lane_ranks == (6, 7)
-    assert made.steps[0].valid_sequences == 3.0
-    tasks = [task for group in made.steps[0].groups for task in group.assignments]
-    assert [list(task.sample_indices) for task in tasks] == [task["sample_indices"] for task in tasks_of([plans[3]])]
-
-
-def test_nemo_rl_is_told_what_cannot_be_planned(planner: Planner, tmp_path: Path) -> None:
-    path = tmp_path / "profile.yaml"
-    path.write_text(PROFILE)
-    with raises("UsageError: NeMo-RL wants a power of two of lanes; this planner has 6 ranks"):
-        rank_plans(Planner(path, ranks=6, ranks_per_node=6, tokens_per_rank=4096), [5], [[0]])
-    with raises("UsageError: step 1 has no samples"):
-        rank_plans(planner, [5], [[0], []])
