@@ -6,6 +6,7 @@ from typing import Final
 
 _SHARDS: Final = "count part I of N with --shard I/N in a job of any scheduler, and merge with 'fcp manifest merge'"
 _TRACE: Final = "write --no-shuffle --global-batch-size N, for a trace in order with N rows a step"
+_WHOLE: Final = "a plan is made whole, on as many cores as there are: 100 million sequences take two of them 20 minutes"
 RETIRED: Final[dict[tuple[str, str], str]] = {
     ("compare", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
     ("compare", "--step-column"): _TRACE,
@@ -21,7 +22,9 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("manifest build", "--text-field"): "write --column",
     ("plan", "--emit"): "no engine reads Megatron's proposed interface for planners",
     ("plan", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
+    ("plan", "--merge"): _WHOLE,
     ("plan", "--robust"): "it gained at most 2 %, if all rings of a node share one link, and lost as much otherwise",
+    ("plan", "--shard"): _WHOLE,
     ("plan", "--step-column"): _TRACE,
     ("plan", "--tokenizer"): "count the tokens of texts with 'fcp manifest build --tokenizer', and plan the manifest",
     ("profile", "--share"): "send the profile itself; nothing reads the shared file",

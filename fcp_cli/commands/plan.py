@@ -18,9 +18,8 @@ from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.words import counted, duration
 
 if TYPE_CHECKING:
-    from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, PlanPart, Sync
+    from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, Sync
     from fcp_cli.plan.step import StepPlan
-    from fcp_cli.planning.batching.batches import GlobalBatches
     from fcp_cli.planning.dataset.run import PlanResult
     from fcp_cli.planning.settings.settings import PlanInputs
 
@@ -45,14 +44,7 @@ class PlanOptions(PlanRequest):
         ),
     ] = None
     steps: Annotated[
-        str | None,
-        Opt(
-            "Plan only the first N steps; A:B: a part with steps A to B - 1.",
-            metavar="N|A:B",
-            unset="all",
-            common=True,
-            group="Global batches",
-        ),
+        int | None, Opt("Plan only the first N steps.", min=1, unset="all", common=True, group="Global batches")
     ] = None
     mix: Annotated[
         tuple[str, ...],
@@ -64,12 +56,6 @@ class PlanOptions(PlanRequest):
     ] = ()
     solver: Annotated[str, Opt("Strategy; see 'fcp list solvers'.", common=True, group="Search")] = "fcp"
     resume: Annotated[bool, Opt("Continue the same plan after an interruption.", group="Interrupted work")] = False
-    shard: Annotated[
-        str | None, Opt("Plan the I-th of N parts, for --merge.", metavar="I/N", unset="all steps", group="Many nodes")
-    ] = None
-    merge: Annotated[
-        tuple[Path, ...], Opt("A part of a plan, or a folder of parts, to merge; repeatable.", metavar="PART")
-    ] = ()
     continue_from: Annotated[
         Path | None,
         Opt(
@@ -109,9 +95,6 @@ def plan(options: PlanOptions) -> None:
     from fcp_cli.planning.settings.settings import resolve
     from fcp_cli.planning.solvers import require_planning_solver
 
-    if options.merge:
-        _merge(options)
-        return
     # A mistyped name is refused before files are read and a recipe is searched.
     require_planning_solver(options.solver, **_limits(options))
     if options.continue_from is not None:
@@ -136,40 +119,6 @@ def plan(options: PlanOptions) -> None:
         _plan_to_stdout(inputs, options)
     else:
         _plan_to_file(inputs, options, output, assumptions)
-
-
-def _merge(options: PlanOptions) -> None:
-    """Merge the parts of a plan."""
-    from fcp_cli.plan.file.parts import merge_parts
-
-    if surplus := sorted(options.typed - {"merge", "output", "json"}):
-        raise UsageError(f"--merge takes its settings from the parts; drop --{surplus[0].replace('_', '-')}")
-    parts = [part for path in options.merge for part in (sorted(path.glob("*.parquet")) if path.is_dir() else [path])]
-    if not parts:
-        raise UsageError(f"--merge {options.merge[0]}: the folder has no .parquet file")
-    output = options.output or _PLAN
-    if str(output) == "-":
-        raise UsageError("--merge cannot write to stdout; name a file with -o")
-    refuse_to_overwrite(output, *parts)
-    metadata = merge_parts(parts, output)
-    if options.json:
-        print_json({"output": str(output), "plan_hash": metadata.plan_hash, "steps": metadata.steps})
-    note(
-        f"wrote {output} of {counted(metadata.steps, 'step')} from {counted(len(parts), 'part')}; "
-        f"next: fcp check {output}"
-    )
-
-
-def _part(options: PlanOptions, batches: GlobalBatches) -> tuple[PlanPart, int] | None:
-    """Return the steps to plan and their number; None: all."""
-    from fcp_cli.plan.file.parts import part_of_shard, part_of_steps
-
-    is_range = options.steps is not None and ":" in options.steps
-    if options.shard is not None:
-        if is_range:
-            raise UsageError("--shard and --steps A:B both name a part of the plan; give one of them")
-        return part_of_shard(options.shard, batches.first_step, len(batches))
-    return part_of_steps(options.steps or "", batches.first_step, len(batches)) if is_range else None
 
 
 def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanOptions:
@@ -212,7 +161,7 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
     from fcp_cli.planning.settings.resumed import resolve_continuation
     from fcp_cli.runs.trained_run import plan_at_step, read_trained_run
 
-    for name in ("steps", "shard", *(option.name for option in options_of(PlanRequest))):
+    for name in ("steps", *(option.name for option in options_of(PlanRequest))):
         if name in options.typed and name not in _MAY_CHANGE:
             raise UsageError(f"--{name.replace('_', '-')} cannot change within a run; drop it")
     if options.ranks is None and not options.mix:
@@ -282,8 +231,6 @@ def _plan_to_file(
         following += (
             f", on each of {nodes} nodes: --target slurm submits it, --nodes {nodes} --dry-run prints the commands"
         )
-    if (part := result.metadata.part) is not None:
-        following = f"fcp plan --merge {output} --merge OTHERS -o {_PLAN}, once all {part.whole} steps are planned"
     note(f"wrote {output}; next: {following}")
 
 
@@ -322,12 +269,9 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
     from fcp_cli.planning.dataset.run import make_plan
 
     batches = inputs.batches()
-    part = _part(options, batches)
-    total, first_step = len(batches), batches.first_step
-    if part is not None:
-        total, first_step = part[1], part[0].first_step
+    total = len(batches)
     note_compilation([options.solver], [inputs.problem.sync])
-    sampled, sample = set(baseline_steps(total, first_step=first_step)), []
+    sampled, sample = set(baseline_steps(total, first_step=batches.first_step)), []
     with progress() as bar:
         task = bar.add_task(f"planning with {options.solver}", total=total)
 
@@ -343,7 +287,6 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             **_limits(options),
             workers=options.workers,
             resume=options.resume,
-            part=part,
             on_step=on_step,
         )
     return result, sample

@@ -238,12 +238,10 @@ class _Coverage:
         if metadata.continues is not None:
             self._seen |= unpack_rows(metadata.continues.trained, metadata.manifest.rows)
         self._steps = metadata.first_step
-        # Of a part, rows of the epoch's earlier steps are unknown; a mixture repeats rows by its weights.
-        self._is_whole = metadata.part is None and metadata.mixture is None
 
     def begin(self) -> Iterator[BrokenRule]:
         """Check that a plan that continues a run counts as trained the sequences of the epoch's steps before it."""
-        if not self._metadata.has_equal_batches or not self._is_whole:
+        if not self._metadata.has_equal_batches or self._metadata.mixture is not None:  # which repeats rows
             return
         trained = int(self._seen.sum())
         due = self._metadata.first_step % max(self._steps_per_epoch, 1) * self._metadata.global_batch_size
@@ -322,8 +320,6 @@ class _Coverage:
             if found != overlong.sequences:
                 message = f"its metadata counts {overlong.sequences} overlong sequences, its manifest has {found}"
                 yield BrokenRule(message=message)
-        if self._metadata.part is not None:
-            return
         left = self._planned_rows - int(self._seen.sum())
         if not self._metadata.has_equal_batches and self._metadata.step_limit is None and left:
             yield BrokenRule(

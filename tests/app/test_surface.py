@@ -54,7 +54,7 @@ SURFACE = {
         --encoder-ranks --zero --shard-ranks --reduce
         --precision --recompute --loss --offload --freeze-vision --lora --freeze --global-batch-size --steps --epochs --seed
         --shuffle --no-shuffle --max-length --overlong --last-batch --length-column --output -o --solver --resume
-        --mix --merge --shard --continue-from --max-degree --max-groups --max-peers --workers --json
+        --mix --continue-from --max-degree --max-groups --max-peers --workers --json
         --device-hour-price
     """,
     "launch": """

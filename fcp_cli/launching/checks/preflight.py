@@ -94,9 +94,7 @@ def check_resumable(
 
 
 def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
-    """Raise RunError if a new run is to follow a plan that continues another run, or a part of a plan."""
-    if metadata.part is not None:
-        raise RunError(f"{plan} is a part of a plan; merge all parts first: fcp plan --merge PART --merge PART ...")
+    """Raise RunError if a new run is to follow a plan that continues another run."""
     if metadata.continues is not None:
         raise RunError(
             f"{plan} continues from step {metadata.first_step} of a run under the plan "

@@ -1,1 +1,1 @@
-"""The Parquet file of a plan: schema, writer, reader, parts and the messages of a planner process."""
+"""The Parquet file of a plan: schema, writer, reader and the messages of a planner process."""

@@ -35,7 +35,7 @@ METADATA_KEY: Final = FOOTER_KEY
 # omitted if None, so that plans without them keep the hash from before the keys existed.
 _OPTIONAL_KEYS: Final = (
     *("attention", "batching", "continues", "encoder_balance", "encoder_ranks"),
-    *("masked_sequences", "masks", "mixture", "padding_multiple", "part", "phase", "pipeline", "rank_speeds"),
+    *("masked_sequences", "masks", "mixture", "padding_multiple", "phase", "pipeline", "rank_speeds"),
     *("recipe", "refits", "shuffle_kind"),
 )
 _OPTIONAL_RECIPE_KEYS: Final = ("lora", "freeze")
@@ -82,18 +82,6 @@ class Continuation:
     num_ranks: Count
     first_step: Count
     trained: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanPart:
-    """Steps of a plan that were planned alone, to be merged with the others.
-
-    Attributes:
-        first_step: number of the part's first step.
-    """
-
-    first_step: NonNegativeCount
-    whole: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +138,6 @@ class PlanMetadata(PlanSetup):
         cost_profile: the whole text of the YAML.
         shuffle_kind: `index-free`: epochs are permuted by `planning.shuffling`; None: by PCG64's permutation.
         mixture: sources and weights of a manifest that mixes several, or None.
-        part: the steps that the file holds of a plan; None: all.
         continues: the run that the plan continues; None: it begins with step 0.
         plan_hash: content hash over rows and metadata; see `hashing`.
         created: ISO time, outside the hash.
@@ -176,7 +163,6 @@ class PlanMetadata(PlanSetup):
     cost_profile: str
     shuffle_kind: ShuffleKind | None = None
     mixture: Mixture | None = None
-    part: PlanPart | None = None
     continues: Continuation | None = None
     steps: NonNegativeCount = 0
     distinct_groups: NonNegativeCount = 0
@@ -206,8 +192,6 @@ class PlanMetadata(PlanSetup):
     @property
     def first_step(self) -> int:
         """The number of its first step."""
-        if self.part is not None:
-            return self.part.first_step
         return 0 if self.continues is None else self.continues.first_step
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_step
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.masks import planned_masks
-from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, PlanPart
+from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import assemble
@@ -83,7 +83,6 @@ def make_plan(
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
-    part: tuple[PlanPart, int] | None = None,
     **limits: int | None,
 ) -> PlanResult:
     """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
@@ -97,7 +96,6 @@ def make_plan(
         on_step: called after each planned step, for progress.
         workers: processes that plan; None: as many as pay. The plan does not depend on it.
         resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
-        part: plan only these steps, and their number, of the plan; None: all.
         limits: over the whole plan: max_degree, max_groups or max_peers; see `solvers.make_solver`.
 
     Raises:
@@ -108,15 +106,13 @@ def make_plan(
     started = time.perf_counter()
     batches = inputs.batches()
     solver = make_planning_solver(solver_name, batches, **limits)
-    metadata = replace(plan_metadata(inputs.table, batches, solver), part=None if part is None else part[0])
-    first = metadata.first_step - batches.first_step
-    numbers = range(first, len(batches) if part is None else first + part[1])
-    journal = Journal(path, metadata) if resume or len(numbers) >= _JOURNAL_FROM_STEPS else None
+    metadata = plan_metadata(inputs.table, batches, solver)
+    journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)
-    workers = workers or default_workers(len(numbers), batches.settings.global_batch_size)
+    workers = workers or default_workers(len(batches), batches.settings.global_batch_size)
     try:
         with plan_writer(path, metadata) as writer, timed_loading() as loading_seconds:
-            for step in _journalled_steps(batches, numbers, solver, workers, journal, resume):
+            for step in _journalled_steps(batches, solver, workers, journal, resume):
                 writer.append(step)
                 summary.add(step)
                 if on_step is not None:
@@ -124,7 +120,7 @@ def make_plan(
     except KeyboardInterrupt:
         if journal is not None and not resume and not journal.steps_kept:
             journal.remove()
-        raise Interrupted(_interrupted(journal, summary.steps, len(numbers))) from None
+        raise Interrupted(_interrupted(journal, summary.steps, len(batches))) from None
     if journal is not None:
         journal.remove()
     loading = loading_seconds()
@@ -139,21 +135,20 @@ def make_plan(
 
 def _journalled_steps(
     batches: GlobalBatches,
-    numbers: range,
     solver: Solver,
     workers: int,
     journal: Journal | None,
     resume: bool,
 ) -> Iterator[StepPlan]:
-    """Yield these steps of a plan, in order: those that the journal holds, then newly planned ones."""
+    """Yield the steps of a plan, in order: those that the journal holds, then newly planned ones."""
     kept = 0
     if journal is not None and resume:
-        for step in kept_steps(batches, journal, numbers.start):
+        for step in kept_steps(batches, journal):
             kept += 1
             yield step
     elif journal is not None:
         journal.start()
-    missing = (batches.batch(step) for step in numbers[kept:])
+    missing = (batches.batch(step) for step in range(kept, len(batches)))
     with closing(plan_steps(missing, batches.problem, solver, workers=workers)) as steps:
         for step in steps:
             if journal is not None:
@@ -161,18 +156,14 @@ def _journalled_steps(
             yield step
 
 
-def kept_steps(batches: GlobalBatches, journal: Journal, first: int = 0) -> Iterator[StepPlan]:
+def kept_steps(batches: GlobalBatches, journal: Journal) -> Iterator[StepPlan]:
     """Yield the steps that a journal holds, each proven to be a plan of its batch: digests do not stop a forger.
-
-    Args:
-        journal: the journal of its steps from batch `first` on.
-        first: the first of the batches that are planned.
 
     Raises:
         FcpError: as `Journal.resume`, or a step that no plan of these batches has.
     """
     profile, table = batches.problem.profile, batches.table
-    for number, step in enumerate(journal.resume(), start=first):
+    for number, step in enumerate(journal.resume()):
         batch = batches.batch(number)
         order, due = np.argsort(step.sequences), np.argsort(batch.rows)
         same = np.array_equal(step.sequences[order], batch.rows[due])

@@ -146,7 +146,7 @@ class PlanRequest:
             unset="no limit",
         ),
     ] = None
-    steps: int | str | None = None  # an option of each command, with its own default
+    steps: int | None = None  # an option of each command, with its own default
     epochs: Annotated[int, Opt("Passes over the data.", min=1, max=MOST_EPOCHS, common=True)] = 1
     seed: Annotated[int, Opt("Seed of shuffling and solver.", min=0)] = 0
     shuffle: Annotated[bool, Opt("Shuffle every epoch.", negatable=True)] = True

@@ -94,7 +94,7 @@ def resolve(
         last_batch=request.last_batch,
         max_length=request.max_length,
         overlong=request.overlong,
-        step_limit=_step_limit(request.steps),
+        step_limit=request.steps,
         batching=_batching(request),
         mixture=mixture,
     )
@@ -126,15 +126,6 @@ def _table(request: PlanRequest) -> tuple[LengthTable, Mixture | None]:
     if request.manifest is None:
         raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
     return read_manifest(request.manifest, length_column=request.length_column), None
-
-
-def _step_limit(steps: int | str | None) -> int | None:
-    """Return the steps of the whole plan; a part A:B has those of a plan without a limit."""
-    if steps is None or ":" in str(steps):
-        return None
-    if not str(steps).isdecimal() or not int(steps):
-        raise UsageError(f"--steps is {steps}; it must be at least 1, the first N steps, or a part A:B of the plan")
-    return int(steps)
 
 
 def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, assumptions: Assumptions) -> None:

@@ -122,8 +122,6 @@ class PlanCursor:
         note_follower(path)
         self.path = path
         self.rank = rank
-        if self.metadata.part is not None:
-            raise RunError(f"{path} is a part of a plan; merge all parts first: fcp plan --merge PART --merge PART ...")
         if first_step < self.metadata.first_step:
             raise RunError(
                 f"step {first_step} is not in {path}, which continues from step {self.metadata.first_step} of a run; "

@@ -1,4 +1,4 @@
-"""`fcp plan --shard`, `--steps A:B`, `--merge` and `--mix`, as they are typed."""
+"""`fcp plan --mix`, as it is typed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fcp_cli.errors import RunError
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runtime.data.cursor import PlanCursor
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
 
 OPTIONS = (*EIGHT_RANKS, "--solver", "static")
@@ -30,23 +28,8 @@ def plan_hash(folder: Path, *words: str) -> str:
     return str(json.loads(result.stdout)["plan_hash"])
 
 
-def test_parts_of_steps_and_shards_merge_to_the_plan(folder: Path) -> None:
-    whole = plan_hash(folder, "dataset.parquet", *OPTIONS, "-o", "whole.parquet")
-    (folder / "parts").mkdir()
-    plan_hash(folder, "dataset.parquet", *OPTIONS, "-o", "parts/a.parquet", "--steps", "2:")
-    plan_hash(folder, "dataset.parquet", *OPTIONS, "-o", "parts/b.parquet", "--shard", "1/2")
-    assert plan_hash(folder, "--merge", "parts", "-o", "merged.parquet") == whole
-    with pytest.raises(RunError, match="is a part of a plan; merge all parts first"):
-        PlanCursor(folder / "parts/b.parquet", 0)
-
-
-def test_parts_that_cannot_be_are_one_line(folder: Path) -> None:
+def test_a_mixture_that_cannot_be_is_one_line(folder: Path) -> None:
     for words, message in (
-        (("dataset.parquet", *OPTIONS, "--steps", "1:2", "--shard", "1/2"), "both name a part of the plan"),
-        (("dataset.parquet", *OPTIONS, "--steps", "0"), "--steps is 0; it must be at least 1"),
-        (("dataset.parquet", *OPTIONS, "--steps", "7:9"), "--steps 7:9 is not a range of the plan's steps, 0:4"),
-        (("--merge", "none.parquet"), "there is no plan none.parquet"),
-        (("--merge", "b.parquet", "--seed", "1"), "--merge takes its settings from the parts; drop --seed"),
         (("--mix", "b.parquet:1", "dataset.parquet"), "--mix names its manifests"),
         (("--mix", "b.parquet:1", "--global-batch-tokens", "9"), "--mix counts sequences of a step"),
     ):
