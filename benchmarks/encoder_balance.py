@@ -19,9 +19,9 @@ from statistics import mean
 import numpy as np
 from scipy.optimize import LinearConstraint, milp
 
+from benchmarks.clips import NAMES
 from benchmarks.workloads import media_manifest
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.synth import NAMES
 from fcp_cli.manifest.tokens import open_media
 from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.training.pictures.visuals import SyntheticVisuals

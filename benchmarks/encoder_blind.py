@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from benchmarks.clips import NAMES
 from benchmarks.workloads import media_manifest
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.synth import NAMES
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model

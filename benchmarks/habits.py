@@ -20,11 +20,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.clips import media_records
 from benchmarks.workloads import family_table
 from fcp_cli.console import Assumptions
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.sources.detect import SourceOptions, open_source
-from fcp_cli.manifest.synth import media_records
 from fcp_cli.planning.dataset.comparison import compare
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.settings import resolve
@@ -45,7 +45,7 @@ def documents(folder: Path) -> Path:
 
 
 def images_and_text(folder: Path) -> Path:
-    """Text alone, with one image, and with two to eight, of `fcp manifest synth mixed` without its clips."""
+    """Text alone, with one image, and with two to eight, of `benchmarks.clips` without its clips."""
     sizes, manifest = folder / "sizes.jsonl", folder / "images.parquet"
     still = (one for one in media_records("mixed", 3 * _ROWS, seed=0) if "videos" not in one)
     with sizes.open("w", encoding="utf-8") as stream:

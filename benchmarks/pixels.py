@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.clips import Scale, write_media_records
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.sources.detect import SourceOptions, open_source
-from fcp_cli.manifest.synth import Scale, write_media_records
 from fcp_cli.manifest.tokens import open_pictures
 from fcp_cli.training.pictures.decoding import Wanted
 from fcp_cli.training.pictures.pixel_pool import PixelPool
@@ -101,9 +101,7 @@ def _write_checkpoint(folder: Path) -> None:
 
 def _write_data(folder: Path, rows: int) -> None:
     """Write pictures, conversations about them, and their sizes alone with as many tokens of text."""
-    write_media_records(
-        folder / "all.jsonl", "mixed", rows, seed=0, scale=Scale(short_side=64), advance=lambda done: None
-    )
+    write_media_records(folder / "all.jsonl", "mixed", rows, seed=0, scale=Scale(short_side=64))
     drawn = [json.loads(line) for line in (folder / "all.jsonl").read_text().splitlines()]
     real, sizes, number, draw = [], [], 0, np.random.default_rng(0)
     for record in drawn:

@@ -106,7 +106,7 @@ def of_longalign(generator: np.random.Generator, n: int) -> FloatArray:
 
 
 def of_clips(generator: np.random.Generator, n: int) -> FloatArray:
-    """Draw records of MSR-VTT, InternVid, OpenVid, images and text, as `fcp manifest synth mixed` makes them."""
+    """Draw records of MSR-VTT, InternVid, OpenVid, images and text, the mixed set of `benchmarks.clips`."""
     manifest = media_manifest("mixed", "qwen3-vl", n, seed=int(generator.integers(1 << 30)))
     return real_table(manifest).length_tokens.astype(np.float64)
 

@@ -1,7 +1,7 @@
 """The lengths that every planner benchmark uses: three web-like families, one adversarial, other shapes, real, clips.
 
 The planner was tuned on `FAMILIES`; the shapes of `HELD_OUT` are what it must not fall behind on. Each is a numpy
-`default_rng(seed)` draw, rounded up to 64 tokens and cut at 131,072. Clips are those of `fcp manifest synth`.
+`default_rng(seed)` draw, rounded up to 64 tokens and cut at 131,072. Clips are those of `benchmarks.clips`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.clips import Scale, write_media_records
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.sources.detect import SourceOptions, open_source
-from fcp_cli.manifest.synth import Scale, write_media_records
 from fcp_cli.manifest.table.table import LengthTable
 
 MAX_LENGTH = 131_072
@@ -112,7 +112,7 @@ def media_manifest(name: str, processor: str, rows: int, *, seed: int = 0) -> Pa
     """A manifest of a made-up data set of clips, in a temporary folder.
 
     Args:
-        name: one of `fcp_cli.manifest.synth.NAMES`.
+        name: one of `benchmarks.clips.NAMES`.
         processor: `qwen3-vl`, `internvl`, or the folder of a checkpoint of Qwen3-VL.
         rows: sequences.
         seed: of the sizes.
@@ -120,6 +120,6 @@ def media_manifest(name: str, processor: str, rows: int, *, seed: int = 0) -> Pa
     folder = Path(tempfile.mkdtemp())
     sizes, manifest = folder / "sizes.jsonl", folder / "lengths.parquet"
     rate = 2.0 if processor == "internvl" else None  # Qwen3-VL samples two frames per second by itself
-    write_media_records(sizes, name, rows, seed=seed, scale=Scale(frames_per_second=rate), advance=lambda done: None)
+    write_media_records(sizes, name, rows, seed=seed, scale=Scale(frames_per_second=rate))
     build_manifest(open_source(sizes, "media", SourceOptions(processor=processor)), manifest)
     return manifest

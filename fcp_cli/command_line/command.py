@@ -356,8 +356,10 @@ def _one_line(error: Any) -> Exception:
     elif kind == "BadOptionUsage" and "requires an argument" in message:
         message = f"{error.option_name} needs a value"
     elif unknown := re.match("no such command '(.*?)'", message):
-        near = replacement(unknown[1]) or _meant(unknown[1], context.command.commands)
-        message = f"there is no command {unknown[1]!r}{near}"
+        words = f"{_config_key(context)} {unknown[1]}".replace(".", " ").strip()
+        gone = replacement(words)
+        near = gone or _meant(unknown[1], context.command.commands)
+        message = f"there is no command {(words if gone else unknown[1])!r}{near}"
     elif extra := re.match(r"got unexpected extra argument\S* \((.*)\)$", message):
         message = f"unexpected argument {extra[1]}"
     elif isinstance(error, typer.BadParameter) and error.param is not None:

@@ -84,6 +84,8 @@ def _command_defaults(options: dict[str, Any], command: Any, *, where: str, name
             parameter = parameters[spelling]
             repeated = getattr(parameter, "multiple", False) or parameter.nargs == -1
             defaults[parameter.name] = [value] if repeated and isinstance(value, str) else value
+        elif gone := replacement(f"{name} {key}"):
+            raise UsageError(f"{where}: there is no command '{name} {key}'{gone}")
         else:
             instead = replacement(name, f"--{spelling}") or did_you_mean(spelling, parameters)
             raise UsageError(f"{where}: {name!r} has no option {key!r}{instead}")

@@ -32,6 +32,8 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
 }
 """Command and flag -> what to write instead, or why nothing replaces it."""
 RETIRED_COMMANDS: Final = {
+    "manifest synth": "'fcp manifest build --kind media' counts any JSON lines of sizes",
+    "profile diff": "'fcp profile show' explains one profile after the other",
     "jobs": "'fcp watch' shows a run, and the scheduler's own commands (squeue, kubectl get) list and end its jobs",
     "trust": "name the config that you trust with --config",
     "trace": "'fcp report' draws plans and runs, 'fcp inspect --step' any step",

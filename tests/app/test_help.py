@@ -93,11 +93,12 @@ def test_a_retired_option_is_answered_with_its_replacement_or_why_there_is_none(
 @pytest.mark.parametrize("command", RETIRED_COMMANDS)
 def test_a_retired_command_is_answered_with_what_to_type_instead(command: str, tmp_path: Path) -> None:
     said = f"there is no command {command!r} any more; {RETIRED_COMMANDS[command]}"
-    typed = CliRunner().invoke(app, [command, "plan.parquet"])
+    typed = CliRunner().invoke(app, [*command.split(), "plan.parquet"])
     assert isinstance(typed.exception, UsageError)
-    assert str(typed.exception) == f"{said}; see 'fcp --help'"
+    first, *inner = command.split()
+    assert str(typed.exception) == f"{said}; see 'fcp {f'{first} ' if inner else ''}--help'"
     config = tmp_path / "fcp.yaml"
-    config.write_text(f"{command}: {{json: true}}")
+    config.write_text(f"{first}: {{{inner[0]}: {{json: true}}}}" if inner else f"{first}: {{json: true}}")
     read = CliRunner().invoke(app, ["--config", str(config), "list"])
     assert str(read.exception) == f"{config}: {said}"
 

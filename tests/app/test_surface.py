@@ -30,9 +30,6 @@ SURFACE = {
     "manifest show": """
         MANIFEST --length-column --json
     """,
-    "manifest synth": """
-        DATASET --output -o --rows --seed --short-side --fps
-    """,
     "profile": """
         --model -m --cluster --sync --zero --shard-ranks --reduce --precision --recompute --loss --offload
         --freeze-vision --lora --freeze --budget-minutes --max-length --degrees --ranks --device --layers --samples --fresh

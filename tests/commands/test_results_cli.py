@@ -34,7 +34,6 @@ _ELSEWHERE: Final = {
     "": "it has no result of its own",
     "manifest": "it has no result of its own",
     "manifest merge": "it reports as manifest build does",
-    "manifest synth": "its result is a file",
     "report": "its result is a file",
     "launch": "its result is a run; tests/commands/test_launch_cli.py has --dry-run, --explain and --preflight",
     "demo": "tests/demo/test_show.py has the console that it prints on; it takes two minutes",

@@ -28,7 +28,6 @@ COMMANDS = {
     "profile show": "profile show profile.yaml --json",
     "inspect": "inspect plan.parquet --json",
     "manifest build": "manifest build texts.jsonl -o out.parquet",
-    "manifest synth": "manifest synth openvid --rows 3 -o out.jsonl",
     "selftest": "selftest --nodes 2 --ranks 2",
     "verify": "verify missing.parquet",
     "watch": "watch runs/tiny-001 --once",

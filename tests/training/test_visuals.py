@@ -12,10 +12,10 @@ import torch
 import yaml
 from inline_snapshot import snapshot
 
+from benchmarks.clips import Scale, write_media_records
 from fcp_cli.errors import RunError
 from fcp_cli.files import shipped
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.synth import Scale, write_media_records
 from fcp_cli.manifest.tokens import open_media
 from fcp_cli.vision.processors import open_processor
 from tests.manifest.datasets import build, write_jsonl
@@ -36,7 +36,7 @@ ROWS = 12
 
 def manifest_of(folder: Path, processor: str = "qwen3-vl", *, fps: float | None = None) -> Path:
     scale = Scale(short_side=32, frames_per_second=fps)
-    write_media_records(folder / "sizes.jsonl", "mixed", ROWS, seed=1, scale=scale, advance=lambda done: None)
+    write_media_records(folder / "sizes.jsonl", "mixed", ROWS, seed=1, scale=scale)
     build(folder / "sizes.jsonl", folder / "lengths.parquet", kind="media", processor=processor)
     return folder / "lengths.parquet"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fcp_cli.command_line.command import App, takes
 from fcp_cli.commands.manifest.options import BuildOptions
 from fcp_cli.console import note, print_json, progress, results
 from fcp_cli.errors import UsageError
 from fcp_cli.files import refuse_to_overwrite
-from fcp_cli.options import MOST_PIXELS, MOST_ROWS, Arg, Opt
+from fcp_cli.options import Arg, Opt
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
@@ -163,44 +163,6 @@ def show(
     table = read_manifest(path, length_column=length_column)
     source = None if str(path) == "-" else manifest_source(path)
     _report(path, table, source, json=json, extra={})
-
-
-@manifest_app.command()
-@takes("fcp manifest synth mixed --rows 20000 -o sizes.jsonl", "fcp manifest synth openvid --fps 2")
-def synth(
-    *,
-    name: Annotated[
-        Literal["msrvtt", "internvid", "openvid", "mixed"], Arg("The data set to imitate.", metavar="DATASET")
-    ],
-    output: Annotated[Path, Opt("The JSON lines to write.", flags=("--output", "-o"), trust="writes")] = Path(
-        "sizes.jsonl"
-    ),
-    rows: Annotated[int, Opt("Sequences.", min=1, max=MOST_ROWS)] = 10_000,
-    seed: Annotated[int, Opt("Seed of the random sizes.", min=0)] = 0,
-    short_side: Annotated[
-        int | None,
-        Opt("Scale images to N pixels on their shorter side, for small models.", min=1, max=MOST_PIXELS, unset="none"),
-    ] = None,
-    fps: Annotated[
-        float | None,
-        Opt("Frames per second of the clips; InternVL takes every frame it is given.", min=0.01, max=1000, unset="30"),
-    ] = None,
-) -> None:
-    """Generate sizes of images and videos that follow published data sets, and name the source of each figure.
-
-    DATASET is msrvtt, internvid, openvid, or mixed: a fifth text only, a fifth one image, a fifth two to eight images,
-    and clips of all three sets.
-    """
-    from fcp_cli.manifest.synth import CLIP_SETS, Scale, write_media_records
-
-    scale = Scale(short_side=short_side, frames_per_second=fps)
-    with progress() as bar:
-        task = bar.add_task("writing", total=rows)
-        write_media_records(output, name, rows, seed=seed, scale=scale, advance=lambda done: bar.advance(task, done))
-    for clips in [name] if name in CLIP_SETS else CLIP_SETS:
-        for figure, source in CLIP_SETS[clips].sources.items():
-            note(f"{clips} {figure}: {source}")
-    note(f"wrote {rows:,} records to {output}; next: fcp manifest build {output} --kind media --processor qwen3-vl")
 
 
 def _note_assumed(description: dict[str, Any], options: BuildOptions) -> None:

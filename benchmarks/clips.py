@@ -15,9 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.errors import UsageError
-from fcp_cli.files import replaced_atomically
-
 _Draw = np.random.Generator
 
 
@@ -140,16 +137,10 @@ def media_records(name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHE
         yield {"id": f"{name}-{row}", **_record(name, draw, scale)}
 
 
-def write_media_records(
-    path: Path, name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHED, advance: Callable[[int], None]
-) -> None:
-    """Write `media_records` atomically as JSON lines; `advance` gets the number of records since its last call."""
-    if path.suffix != ".jsonl":
-        raise UsageError(f"-o {path} must end in .jsonl: these are sizes, which 'fcp manifest build' counts")
-    with replaced_atomically(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
-        for record in media_records(name, rows, seed=seed, scale=scale):
-            stream.write(json.dumps(record) + "\n")
-            advance(1)
+def write_media_records(path: Path, name: str, rows: int, *, seed: int, scale: Scale = AS_PUBLISHED) -> None:
+    """Write `media_records` as JSON lines."""
+    records = media_records(name, rows, seed=seed, scale=scale)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
 
 
 def _record(name: str, draw: _Draw, scale: Scale) -> dict[str, Any]:
