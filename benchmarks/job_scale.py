@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from benchmarks.planner import SYNCS, problem_of
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, family_table
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.peers import plan_peers
+from fcp_cli.plan.peers import PeerCount
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan
@@ -98,13 +98,21 @@ def _read_so_far() -> int:
 
 
 def _peers(plan: Path) -> None:
-    seconds, peers = _timed(lambda: plan_peers(plan))
+    seconds, peers = _timed(lambda: _counted(plan))
     rank = int(peers.per_rank.argmax())
     print(
         f"{len(peers.pairs):,} connections found in {seconds:.1f} s: {peers.mean:.1f} a rank, at most {peers.most} "
         f"(rank {rank}), so fewer than {2 * peers.most} rounds of first contacts; after each step "
         + ", ".join(f"{mean:.1f}" for mean in peers.means())
     )
+
+
+def _counted(plan: Path) -> PeerCount:
+    reader = PlanReader(plan)
+    peers = PeerCount(num_ranks=reader.metadata.num_ranks, ranks_per_node=reader.metadata.ranks_per_node)
+    for step in reader.steps():
+        peers.add(step)
+    return peers
 
 
 def _run(plan: Path) -> None:

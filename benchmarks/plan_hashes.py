@@ -37,7 +37,7 @@ from fcp_cli.planning.online.settings import stream_batching, stream_metadata
 from fcp_cli.planning.online.stream import StreamPlanner
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.pipelines import pipeline_of
-from fcp_cli.planning.solvers import make_solver, names_under
+from fcp_cli.planning.solvers import make_solver, solver_names, works_under
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 BUDGETS, SEEDS = (16_384, 8_192), range(3)
@@ -47,7 +47,7 @@ Case = tuple[str, Iterable[StepPlan] | str]  # its name, and the plan's steps or
 
 def families(ranks: int, sequences: int) -> Iterator[Case]:
     """Every strategy on the families of `benchmarks.compare_families`."""
-    names = [name for name in names_under(example_profile()) if name != "flexsp"]
+    names = [name for name in solver_names() if works_under(name, example_profile()) and name != "flexsp"]
     for budget, sync, family, seed in product(BUDGETS, SYNCS, FAMILIES, SEEDS):
         table = family_table(family, sequences=sequences, seed=seed)
         problem = _problem(ranks, budget, sync)

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from fcp_cli.arrays import IntArray
-from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.ring_order import ring_pairs
 from fcp_cli.plan.step import RingGroup, StepPlan
 
@@ -92,22 +90,3 @@ class PeerCount:
             "peers_most_bytes": self.most_bytes,
             "peers_mean_after_steps": {str(step): means[step - 1] for step in steps},
         }
-
-
-def count_peers(steps: Iterable[StepPlan], *, num_ranks: int, ranks_per_node: int) -> PeerCount:
-    """Count the peers of ranks over planned steps."""
-    count = PeerCount(num_ranks=num_ranks, ranks_per_node=ranks_per_node)
-    for step in steps:
-        count.add(step)
-    return count
-
-
-def plan_peers(path: Path) -> PeerCount:
-    """Count, for each rank of a plan, the ranks that it exchanges messages with; reads the file to its end.
-
-    Raises:
-        PlanError: the file is missing or damaged.
-    """
-    reader = PlanReader(path)
-    metadata = reader.metadata
-    return count_peers(reader.steps(), num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node)

@@ -105,11 +105,6 @@ def compared_names() -> list[str]:
     return list(dict.fromkeys([*solver_names(), *(name for name, own in _OWN.items() if not own.plans)]))
 
 
-def names_under(profile: CostProfile) -> list[str]:
-    """Return the names of the solvers that plan under a profile: those that split heads need it to price that."""
-    return [name for name in solver_names() if works_under(name, profile)]
-
-
 def works_under(name: str, profile: CostProfile) -> bool:
     """Return whether the profile prices heads, or the strategy needs no such price."""
     known = strategy(name)

@@ -16,9 +16,9 @@ import pytest
 
 from fcp_cli.cost.profile import dump_cost_profile
 from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.peers import plan_peers
 from tests.commands.planning_folder import EIGHT_RANKS, assert_one_error_line, fcp, write_dataset
 from tests.patience import PATIENCE_SECONDS, wait_until
+from tests.plan.counted_peers import plan_peers
 from tests.planning.examples import example_profile
 from tests.planning.published.test_split_heads import HEADS
 

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.plan.peers import plan_peers
 from fcp_cli.plan.ring_order import ring_order
 from fcp_cli.plan.step import RingGroup
 from fcp_cli.runtime.communication import connections
@@ -33,6 +32,7 @@ from fcp_cli.verification.emulation import Meeting, ThreadTransport, ThreadWorld
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.processes import replay_processes
 from fcp_cli.verification.recording import RecordingTransport
+from tests.plan.counted_peers import plan_peers
 from tests.runtime.emulation import run_recorded
 from tests.runtime.plans import Row, random_steps, write_plan
 from tests.runtime.reference import make_example

@@ -14,7 +14,6 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.memory.fitting import RING_PEERS
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.plan.peers import count_peers, plan_peers
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
@@ -23,6 +22,7 @@ from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.fcp.peer_limit import most_peers, needs_whole_nodes
 from fcp_cli.planning.settings.settings import PlanInputs
 from tests.messages import raises
+from tests.plan.counted_peers import count_peers, plan_peers
 from tests.planning.examples import example_problem
 
 
