@@ -165,6 +165,8 @@ def _missing_column(file: Path, schema: Any, length_column: str) -> str:
     hint = f"pass --length-column {close}" if close else "name one with --length-column"
     if not close and not usable:
         hint = f"count the tokens of texts with `{build}` (and --tokenizer)"
+        if file.suffix in TABLE_SUFFIXES:
+            hint = "write texts as JSON lines, and count their tokens with `fcp manifest build`"
     return f"{file} has no column {length_column!r}; its columns are {', '.join(schema.names)}; {hint}"
 
 

@@ -21,7 +21,7 @@ _RESULTS: Final = {
     "env": ("env", "python"),
     "inspect": ("inspect plan.parquet --step 0", "degree"),
     "list": ("list models", "qwen3-8b"),
-    "manifest build": ("manifest build lengths.txt -o built.parquet", "longest 1 %"),
+    "manifest build": ("manifest build dataset.parquet -o built.parquet", "longest 1 %"),
     "manifest show": ("manifest show dataset.parquet", "longest 1 %"),
     "plan": (f"plan dataset.parquet {' '.join(EIGHT_RANKS)} --solver static -o other.parquet", "step time"),
     "profile": ("profile --analytic --model qwen3-8b --cluster h100-8x8 -o made.yaml", "of degree 8"),
@@ -48,7 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_dataset(tmp_path_factory.mktemp("results"))
     made = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--solver", "static", cwd=folder)
     assert made.returncode == 0, made.stderr
-    (folder / "lengths.txt").write_text("5\n6\n700\n")
     (folder / "run").mkdir()
     write_run(folder / "run" / "metrics.jsonl", folder / "plan.parquet")
     (folder / "runs" / "started").mkdir(parents=True)

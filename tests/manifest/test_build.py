@@ -11,12 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.errors import FcpError, ManifestError, UsageError
+from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.manifest import build as build_module
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources.base import RowBatch
-from fcp_cli.manifest.tokens import open_tokens
 from tests import messages
 from tests.commands.planning_folder import fcp
 from tests.manifest.datasets import build, write_jsonl, write_parquet, write_tree
@@ -150,19 +149,13 @@ def test_a_manifest_that_could_not_be_read_replaces_none(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["lengths.txt", "lengths.csv"])
-def test_a_file_of_lengths_becomes_a_manifest(tmp_path: Path, name: str) -> None:
+def test_a_file_of_lengths_needs_no_manifest(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("length\n5\n7\n" if name.endswith("csv") else "5\n7\n")
-    result = fcp("manifest", "build", name, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert read_manifest(tmp_path / "lengths.parquet").length_tokens.tolist() == [5, 7]
-    with pytest.raises(ManifestError, match="holds no tokens; train on synthetic tokens"):
-        open_tokens(tmp_path / "lengths.parquet")
-    refused = fcp("manifest", "build", name, "--mask", "full", cwd=tmp_path)
-    assert "needs sequences of token ids or texts, not --kind lengths" in refused.stderr
-
-
-def test_a_text_that_is_no_lengths_says_how_texts_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "corpus.txt").write_text("hello\n")
-    result = fcp("manifest", "build", "corpus.txt", cwd=tmp_path)
-    assert result.stderr.splitlines()[-1].endswith("; for texts name the folder that holds corpus.txt")
+    refused = fcp("manifest", "build", name, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1] == (
+        f"error: {name} holds lengths, which are planned as they are: fcp plan {name}; for texts name the folder that holds "
+        f"{name}, for sizes of images and videos add --kind media"
+    )
+    assert read_manifest(tmp_path / name).length_tokens.tolist() == [5, 7]
     assert not (tmp_path / "lengths.parquet").exists()

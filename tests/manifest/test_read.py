@@ -232,7 +232,7 @@ REFUSALS = snapshot(
         "records of texts": "line 1 of m.jsonl has no 'length'; its keys are text; name one with --length-column, or count the tokens of texts with `fcp manifest build m.jsonl -o lengths.parquet` (and --tokenizer)",
         "a story": "line 1 of m.txt is not JSON: 'Once upon'; write one length per line (texts: `fcp manifest build`)",
         "an empty table": "m.csv cannot be read as CSV (Empty CSV file): truncated, damaged or another format; copy or make it again",
-        "a table of names": "m.csv has no column 'length'; its columns are id; count the tokens of texts with `fcp manifest build m.csv -o lengths.parquet` (and --tokenizer)",
+        "a table of names": "m.csv has no column 'length'; its columns are id; write texts as JSON lines, and count their tokens with `fcp manifest build`",
     }
 )
 

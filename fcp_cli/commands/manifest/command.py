@@ -62,7 +62,7 @@ def build(options: BuildOptions) -> None:
     )
     if files and kind not in LISTED_KINDS:
         raise UsageError(f"--kind {kind} reads one source; {len(files)} were given")
-    opened = _opened(source, kind, reading, output, files)
+    opened = open_source(source, kind, reading, output=output.absolute(), files=files)
     _note_unused(opened.describe(), reading)
     _note_assumed(opened.describe(), options)
     part = WHOLE if options.shard is None else parse_part(options.shard)
@@ -109,17 +109,6 @@ def _report_built(built: BuiltManifest, json: bool) -> None:
         note(f"skipped {counted(count, f'{reason} sequence')}")
     _report(built.path, built.table, built.source, json=json, extra={"skipped": built.skipped})
     note(f"wrote {built.path}; next: fcp plan {built.path}")
-
-
-def _opened(source: Path, kind: str, reading: SourceOptions, output: Path, files: tuple[Path, ...]) -> Source:
-    from fcp_cli.manifest.length_file import LengthFile
-    from fcp_cli.manifest.sources.detect import open_source
-
-    if kind != "lengths":
-        return open_source(source, kind, reading, output=output.absolute(), files=files)
-    if reading.mask is not None:
-        raise UsageError(f"--mask {reading.mask} needs sequences of token ids or texts, not --kind lengths")
-    return LengthFile(path=source.absolute(), column=reading.column)
 
 
 @manifest_app.command()

@@ -16,8 +16,8 @@ class BuildOptions:
     source: Annotated[
         tuple[str, ...],
         Arg(
-            "Folder of text files; JSONL (.gz, .zst), Parquet, Arrow or tar files, or a folder of them; Megatron .idx; "
-            ".txt lengths. Paths, globs, or URLs such as s3://bucket/shards/*.jsonl.zst.",
+            "Folder of text files; JSONL (.gz, .zst), Parquet, Arrow or tar files, or a folder of them; Megatron .idx. "
+            "Paths, globs, or URLs such as s3://bucket/shards/*.jsonl.zst.",
             metavar="SOURCE",
         ),
     ]
@@ -34,7 +34,7 @@ class BuildOptions:
         ),
     ] = "bytes"
     kind: Annotated[
-        Literal["text", "chat", "jsonl", "parquet", "arrow", "megatron", "media", "lengths", "auto"],
+        Literal["text", "chat", "jsonl", "parquet", "arrow", "megatron", "media", "auto"],
         Opt("Format of SOURCE; auto: by name and content.", common=True),
     ] = "auto"
     column: Annotated[

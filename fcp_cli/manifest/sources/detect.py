@@ -37,8 +37,8 @@ _SUFFIXES: Final = {
     "arrow": ARROW_SUFFIXES,
     "megatron": (".idx",),
     "media": (".tar",),
-    "lengths": (".txt", ".csv", ".tsv"),
 }
+_LENGTH_SUFFIXES: Final = (".txt", ".csv", ".tsv")
 KINDS: Final = ("text", "chat", *_SUFFIXES)
 LISTED_KINDS: Final = ("jsonl", "chat", "parquet", "arrow", "media")
 """Kinds whose source may consist of several files."""
@@ -128,6 +128,11 @@ def _kind_by_name(path: Path) -> str:
             return kind
     if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
         return "megatron"
+    if path.suffix in _LENGTH_SUFFIXES:
+        raise ManifestError(
+            f"{path} holds lengths, which are planned as they are: fcp plan {path}; for texts name the folder that "
+            f"holds {path.name}, for sizes of images and videos add --kind media"
+        )
     raise ManifestError(f"cannot recognize the kind of {path} by its name; choose with --kind {'|'.join(KINDS)}")
 
 
