@@ -36,6 +36,7 @@ from fcp_cli.planning.compiled.waves.wave import Wave, fill_wave, make_wave, out
 
 # Of the seconds that refused work would fill, as a penalty: the bound of the remainder, which shares all work evenly,
 # does not see that such work needs rings in a later wave.
+# Without it, on 2,048 ranks, one ring took them all while thirty more waited for ever later waves.
 _REFUSAL = 0.25
 # Ranks of the groups that the ranks form which rings leave free. Waves are rated with the first width, then refilled
 # with the others.
