@@ -171,7 +171,7 @@ def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, in
     # Ends of the longest sequence are exact optima for it; the grid is for waves whose other sequences decide.
     steps = len(out) - n
     for k in range(steps):
-        # Denser towards the lowest; without powers, whose last bit differs between machines.
+        # Denser towards the lowest (an even grid is as good); without powers, whose last bit differs between machines.
         x = (k + 0.5) / steps
         out[n] = lowest + (highest - lowest) * x * (0.6 + 0.4 * x)
         n += 1
