@@ -15,7 +15,7 @@ from fcp_cli.options import Arg, Opt
 @takes("fcp list models", "fcp list")
 def list_names(
     *,
-    kind: Annotated[Known | None, Arg("models, clusters, solvers, targets or integrations; default: all.")] = None,
+    kind: Annotated[Known | None, Arg("models, clusters, solvers, targets or integrations; without it, all.")] = None,
     json: Annotated[bool, Opt("Print one JSON document on stdout.")] = False,
 ) -> None:
     """List names that options take: models, clusters, solvers, targets.
