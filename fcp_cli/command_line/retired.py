@@ -14,7 +14,7 @@ RETIRED: Final[dict[tuple[str, str], str]] = {
     ("launch", "--cache-embeddings"): "a frozen encoder runs in every epoch",
     ("launch", "--planner"): "rank 0 plans for all nodes",
     ("launch", "--random-weights"): "write --weights random",
-    ("launch", "--reorder-window"): "let the stream give batches that it has exchanged sequences between",
+    ("launch", "--reorder-window"): "exchange sequences between batches in the stream itself",
     ("launch", "--warmup-ratio"): "write --warmup-steps X, which below 1 is a share of the schedule",
     ("manifest build", "--on"): _SHARDS,
     ("manifest build", "--sbatch-option"): _SHARDS,
