@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from fcp_cli.runtime.kernels.select import capped_kernel
 from fcp_cli.runtime.layouts.layout import Segments, shard_layout
 from fcp_cli.runtime.recomputation.recompute import keep_attention
 from fcp_cli.runtime.ring_attention.attention import attention
+from fcp_cli.runtime.ring_attention.halo import halo_of
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.outside import outside
 from fcp_cli.verification.order import check_order
@@ -120,6 +123,14 @@ def test_only_halos_travel_in_an_order_without_deadlocks() -> None:
         assert sent == 2 * [("halo", 8, 10), ("halo", 3, 10)] + [("dhalo", 3, 10), ("dhalo", 8, 10)]
         # What a member without neighbours on one side sends: the first one's front starts the sequence.
         assert [o.content for o in operations[3] if o.verb == "send"] == ["halo", "halo", "dhalo"]
+
+
+@pytest.mark.parametrize("degree", [2, 3, 7])
+def test_each_row_of_others_that_is_read_arrives_once_and_no_other(degree: int) -> None:
+    for lengths, index, reach in product(PACKS, range(degree), (1, 3, 40, 200)):
+        halo = halo_of(shard_layout(lengths, degree), index, reach)
+        read = halo.before[halo.before >= halo.tokens]  # places in a buffer of own rows and, behind, received ones
+        assert np.unique(read).size == halo.received, (lengths, index, reach)
 
 
 def test_a_window_that_holds_whole_sequences_is_the_ring() -> None:
