@@ -43,6 +43,12 @@ class RunSummary:
             for at, value in enumerate((1.0, record["seconds"], record["predicted_seconds"])):
                 self._paced[at] += value
 
+    @property
+    def slowdown(self) -> float | None:
+        """Mean seconds of a step relative to those planned, without warm-up; None if no such step was measured."""
+        number, seconds, planned = self._paced
+        return seconds / planned if number and planned else None
+
     def line(self) -> str:
         """Format steps, loss, tokens, time, and the mean measured and planned step time."""
         if self.first is None or self.last is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,6 +15,8 @@ import typer
 from fcp_cli.console import human, note, print_json, verbosity
 from fcp_cli.errors import Interrupted, PlanError, RunError
 from fcp_cli.words import counted, duration
+
+_FAR_OFF = 1.5  # an estimate that is wrong by this factor is worth a line
 
 if TYPE_CHECKING:
     from fcp_cli.launching.job.job import Job
@@ -46,6 +49,8 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     count, devices = job.processes_per_node, job.metadata.devices_per_rank
     processes = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"
     note(f"starting {processes} on {where}; everything goes to {job.run_dir}")
+    if shared := _shared_cores(job):
+        note(shared)
     if node_rank == 0 and (expected := _predicted_time(job)):
         note(expected)
     outcome, progress = _run_watched(job, owned, node_rank, json=json)
@@ -59,6 +64,14 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     if outcome.failure is not None:
         _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
     _report_end(job, progress.summary, json=json)
+
+
+def _shared_cores(job: Job) -> str:
+    """Return a line if there are more ranks here than cores; "" if there are not."""
+    ranks, cores = job.processes_per_node, job.machine.num_cores
+    if job.stack != "cpu" or ranks <= cores:
+        return ""
+    return f"{ranks} ranks share {counted(cores, 'CPU core')} and take turns: steps take longer than on a core each"
 
 
 def _predicted_time(job: Job) -> str | None:
@@ -178,9 +191,25 @@ def _report_end(job: Job, ran: RunSummary, *, json: bool) -> None:
     if ran.first is not None and ran.last is not None:
         summary |= {"metrics": str(paths.metrics), "first": _ends(ran.first), "last": _ends(ran.last)}
     if not job.node_rank:
+        if estimate := _wrong_estimate(job, ran.slowdown):
+            note(estimate)
         note(closing_line(ran, paths))
     if json:
         print_json(summary)
+
+
+def _wrong_estimate(job: Job, slowdown: float | None) -> str:
+    """Return a line if steps took far longer or shorter than a plan predicts whose profile nobody measured; else ""."""
+    profile = job.profile
+    if slowdown is None or 1 / _FAR_OFF < slowdown < _FAR_OFF:
+        return ""
+    if profile is None or profile.origin not in ("analytic", "assumed"):
+        return ""
+    model = f" --model {shlex.quote(job.model)}" if job.model is not None else ""
+    return (
+        f"steps took {slowdown:.1f} times as long as planned: the times of {profile.model} on {profile.cluster} are "
+        f"estimated, not measured; measure them with 'fcp profile{model}', and plan with --profile profile.yaml"
+    )
 
 
 def _ends(record: Mapping[str, Any]) -> dict[str, Any]:

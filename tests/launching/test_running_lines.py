@@ -1,0 +1,56 @@
+"""Lines of a job here about its plan's times: that ranks share cores, and that nobody measured what it predicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fcp_cli.commands.launch import running
+from fcp_cli.models.shipped import shipped_profile
+from fcp_cli.runs.summary import RunSummary
+from tests.launching.jobs import CPU, GPUS, local_job, plan_metadata
+
+ESTIMATED = shipped_profile("qwen3-tiny").text
+MEASURED = ESTIMATED.replace("origin: analytic", "origin: measured")
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "profile", "line"),
+    [
+        (
+            12.0,
+            ESTIMATED,
+            "steps took 12.0 times as long as planned: the times of qwen3-tiny on example-8x8 are estimated",
+        ),
+        (0.5, ESTIMATED, "steps took 0.5 times as long as planned"),
+        (1.2, ESTIMATED, ""),
+        (None, ESTIMATED, ""),
+        (12.0, MEASURED, ""),
+        (12.0, "", ""),
+    ],
+)
+def test_a_wrong_estimate_is_said_to_be_one(slowdown: float | None, profile: str, line: str) -> None:
+    job = local_job(metadata=plan_metadata(cost_profile=profile), model="my models/tiny")
+    found = running._wrong_estimate(job, slowdown)
+    assert found.startswith(line) and bool(found) == bool(line)
+    if line:
+        assert "measure them with 'fcp profile --model 'my models/tiny''" in found
+
+
+def test_the_slowdown_leaves_the_warm_up_out() -> None:
+    ran = RunSummary()
+    assert ran.slowdown is None
+    for number, seconds in enumerate((90.0, 3.0, 5.0)):
+        step = {"kind": "step", "step": number, "tokens": 1, "seconds": seconds, "predicted_seconds": 2.0}
+        ran.feed({**step, "warm_up": number == 0, "loss": None})  # type: ignore[arg-type]
+    assert ran.slowdown == 2.0
+
+
+def test_ranks_that_share_cores_are_said_to() -> None:
+    job = local_job(processes_per_node=4)
+    assert running._shared_cores(replace(job, machine=replace(CPU, num_cores=2))) == (
+        "4 ranks share 2 CPU cores and take turns: steps take longer than on a core each"
+    )
+    assert running._shared_cores(replace(job, machine=replace(CPU, num_cores=4))) == ""
+    assert running._shared_cores(replace(job, machine=replace(GPUS, num_cores=2))) == ""
