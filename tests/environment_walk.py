@@ -64,7 +64,7 @@ def run(words: Sequence[str], said: int) -> None:
 
 def _pretend_a_shell() -> None:
     """Have completion installed for bash in this folder: whoever tests has a home and perhaps no shell above it."""
-    import shellingham
+    import shellingham  # type: ignore[import-untyped]  # a dependency of typer
 
     os.environ["HOME"] = str(Path.cwd())
     shellingham.detect_shell = lambda *_: ("bash", "/bin/bash")

@@ -144,6 +144,14 @@ def test_a_rank_timeout_reaches_the_ranks_of_every_stack() -> None:
         assert "FCP_RANK_TIMEOUT" not in variables(stack)
 
 
+def test_the_time_to_join_reaches_the_ranks_of_several_nodes_under_torchrun() -> None:
+    assert variables("cpu", join_timeout_seconds=90)["FCP_JOIN_TIMEOUT"].value == "90"
+    without = ({"num_nodes": 1}, {"launcher": "msrun"}, {"join_timeout_seconds": None})
+    for changed in without:
+        job_changes: dict[str, Any] = {"join_timeout_seconds": 90, **changed}
+        assert "FCP_JOIN_TIMEOUT" not in variables("cpu", **job_changes)
+
+
 def test_an_attention_kernel_that_was_asked_for_reaches_the_ranks() -> None:
     assert variables("cuda", attention_kernel="cudnn")["FCP_ATTENTION_KERNEL"].value == "cudnn"
     assert "FCP_ATTENTION_KERNEL" not in variables("cuda")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fcp_cli.cost.kernel_names import VARIABLE as KERNEL_VARIABLE
-from fcp_cli.launching.job.job import TIMEOUT_VARIABLE, Job, Variable, argument, unmade_plan
+from fcp_cli.launching.job.job import JOIN_VARIABLE, TIMEOUT_VARIABLE, Job, Variable, argument, unmade_plan
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.plan.metadata.plan_metadata import Sync
 
@@ -109,6 +109,13 @@ def _common(job: Job, interface: str | None) -> Iterator[Variable]:
             value=str(job.rank_timeout_seconds),
             reason="seconds that ranks wait for each other before the job fails",
             source="--rank-timeout",
+        )
+    if job.num_nodes > 1 and job.join_timeout_seconds is not None and job.launcher == "torchrun":
+        yield Variable(
+            name=JOIN_VARIABLE,
+            value=str(job.join_timeout_seconds),
+            reason="seconds that ranks wait for the store of node 0, which torch would wait for as long as for a rank",
+            source="--join-timeout",
         )
     if job.attention_kernel != "auto":
         yield Variable(

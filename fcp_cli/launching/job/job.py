@@ -31,6 +31,7 @@ MODEL_VARIABLE = "FCP_MODEL"  # set for a script when --model was given
 PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 compares numbers before the first step, 0 does not
 ONLINE_VARIABLE = "FCP_ONLINE"  # for a script that plans while it trains: its settings file
 TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"  # seconds
+JOIN_VARIABLE = "FCP_JOIN_TIMEOUT"  # seconds, for ranks of several nodes
 
 TRAINER = ("-m", "fcp_cli.training.train")
 ADDRESS_TO_FILL_IN = "NODE0_ADDRESS"

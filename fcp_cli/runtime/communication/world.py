@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
+from fcp_cli.runtime.communication.node_0_store import await_store
 
 # Seconds that ranks wait for each other in an operation; `fcp launch --rank-timeout` sets it.
 _TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"
@@ -200,6 +201,7 @@ def join_process_group(device: torch.device) -> bool:
         store = _msrun_store(rank, size, int(os.environ[_MSRUN_SECONDS]))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **given)
     elif "RANK" in os.environ:
+        await_store(os.environ)
         dist.init_process_group(backend, **given)
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
