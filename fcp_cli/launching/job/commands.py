@@ -37,7 +37,9 @@ def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
             f"--master-port={job.master_port}",
         ]
         if job.join_timeout_seconds is not None:
-            meeting += [f"--rdzv-conf=timeout={job.join_timeout_seconds}"]
+            # Its own name: a node that finds the store of another job waits there, and joins none of its ranks.
+            name = f"{job.run_dir.name}-{job.metadata.plan_hash[:12]}"
+            meeting += [f"--rdzv-conf=timeout={job.join_timeout_seconds}", f"--rdzv-id={name}"]
     if job.numa_binding is not None:
         meeting += [f"--numa-binding={job.numa_binding}"]
     if job.log_dir is not None:

@@ -153,6 +153,16 @@ _CAUSES = (
         "own, or wait longer with --join-timeout",
     ),
     (
+        re.compile(r"DistStoreError: wait timeout after \d+ms, keys: \S*torchelastic/"),
+        "the other nodes of this job did not come to the store at --master-addr and --master-port in time: it may be "
+        "another job's; give node 0's address and a free port, or wait longer with --join-timeout",
+    ),
+    (
+        re.compile(r"DistNetworkError: Failed to recv"),
+        "the store at --master-addr and --master-port ended while this node waited for the others: node 0 failed, or "
+        "it was another job's; give node 0's address and a free port",
+    ),
+    (
         re.compile(r"DistNetworkError: Ping failed"),
         "the process at --master-addr and --master-port is not node 0 of this job; give node 0's address and a free "
         "port",
