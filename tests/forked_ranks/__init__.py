@@ -18,7 +18,16 @@ from tests.forked_ranks.rank_forking import SCRIPTS, SHARED, server
 _HERE = str(Path(__file__).parent)
 # The address of the server of all workers; not the name by which a job asks to be forked.
 _OF_ALL_WORKERS = "FCP_TESTS_SERVER"
-_EVERY_PROGRAM = ("torch.distributed.run", "transformers.models.qwen3.modeling_qwen3")
+# What most programs import sooner or later.
+_EVERY_PROGRAM = (
+    "torch.distributed.run",
+    "transformers.models.qwen3.modeling_qwen3",
+    "pandas",
+    "peft",
+    "pydantic.type_adapter",
+    "rich.console",
+    "torch._inductor.compile_fx",
+)
 
 
 def shared() -> dict[str, str]:

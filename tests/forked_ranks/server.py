@@ -31,8 +31,6 @@ LARGEST_REQUEST = 1 << 17
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_COMPILE", "NUMBA_", "PYTHONWARNINGS")
 # PyTorch reads it when it compiles, and sets it in the environment of every process that only asks where it would.
 _READ_LATER = "TORCHINDUCTOR_CACHE_DIR"
-# What most programs import sooner or later, whichever they are: once for all of them, where there is one server for all.
-_OF_MOST = ("pandas", "peft", "pydantic.type_adapter", "rich.console", "torch._inductor.compile_fx")
 # What a program imports only when it runs.
 _LATER = {
     "fcp_cli.training.train": (
@@ -71,9 +69,7 @@ _PACKAGES = ("fcp_cli", "fcp_cli.runtime")
 def serve(listener: socket.socket, modules: list[str]) -> None:
     """Hand requests to the keepers of their programs, until the pipe on standard input ends."""
     began = _read_at_import(dict(os.environ))
-    for module in modules:
-        importlib.import_module(module)
-    _import_what_is_there(_OF_MOST if modules else ())
+    _import_what_is_there(modules)
     gc.freeze()
     keepers: dict[str, socket.socket] = {}
     waiting = selectors.DefaultSelector()
