@@ -22,10 +22,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations import transformers as integration
 from fcp_cli.runtime.communication.world import ProcessWorld, World
 from fcp_cli.runtime.gradients import GradientSync, choice
 from fcp_cli.runtime.session.start import start
+from fcp_cli.training import trainer
 from fcp_cli.training.train import main as train
+from fcp_cli.training.weights import models
 from fcp_cli.verification.replay import gradients_on_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.models import Case
@@ -33,6 +36,8 @@ from tests.runtime.rendezvous import BACKEND, HANG_SECONDS, Rendezvous
 from tests.runtime.vision_models import build, fetch
 from tests.runtime.workers import session_worker, vision_worker
 from tests.runtime.workers.leave import leave_hanging, leave_job
+
+assert integration and trainer and models  # imported once, before each job is forked
 
 LATE, TRAINED, TRAINED_WAVES = "late.parquet", "trained.parquet", "trained-waves.parquet"
 WRAPPED = ("ddp", "ddp waves", "fsdp recomputed", "fsdp kept", "hsdp")
