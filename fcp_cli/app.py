@@ -1,8 +1,8 @@
-"""The `fcp` command, put together from the verbs in `fcp_cli/commands/`.
+"""The `fcp` command, assembled from `fcp_cli/commands/`.
 
-No verb imports anything heavy at its top: `fcp --help` answers in under 0.3 s. Precedence of every setting is
-flag > FCP_<COMMAND>_<FLAG> environment variable > YAML config (`fcp.yaml` or --config) > default,
-as click's auto_envvar_prefix and default_map give it.
+No command imports anything heavy at module level: `fcp --help` takes less than 0.3 s. Precedence of settings: flag >
+environment variable FCP_<COMMAND>_<FLAG> > YAML config (`fcp.yaml` or --config) > default, implemented by click's
+auto_envvar_prefix and default_map.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ app = App(
     """,
     epilog="fcp profile\nfcp plan dataset.parquet\nfcp launch --model qwen3-tiny",
 )
-# In the order in which a new user meets them; RootGroup puts the groups first.
+# In the order in which a new user needs them; RootGroup puts groups first.
 app.add_typer(manifest_app, name="manifest")
 app.add_typer(profile_app, name="profile")
 for _verb in (demo, plan, launch, check, inspect, compare, verify, watch, report, env, selftest):
@@ -86,7 +86,7 @@ def root(
     ] = False,
 ) -> None:
     verbosity.level = -1 if quiet else verbose
-    # Set here and not on the app: an FCP_VERSION that somebody exported must not act as our --version.
+    # Set here, not on the app: an exported FCP_VERSION must not act as --version.
     context.auto_envvar_prefix = "FCP"
     for line in unknown_variables(os.environ, context.command):
         note(f"warning: {line}")
@@ -113,16 +113,16 @@ def main() -> None:
         print_error(f"not enough memory: {first_line(error)}; the input states or holds too much for this machine")
         sys.exit(1)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of a pipe is gone
+        sys.stderr.close()  # the reader of the pipe is gone
         sys.exit(141)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             if error.filename is None:
                 raise
-            # A name that is too long, or a folder that is not ours to read.
+            # For example, a name that is too long or an unreadable folder.
             print_error(f"cannot use {os.fsdecode(error.filename)}: {error.strerror}")
             sys.exit(1)
         print_error("cannot write to standard output: no space left on device")
-        # The rest of the buffer would fail again, with a traceback, when the interpreter ends.
+        # Flushing the rest of the buffer at exit would fail again, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

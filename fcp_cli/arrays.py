@@ -1,4 +1,4 @@
-"""The types of numpy arrays that all packages share. Shapes stand in the docstrings."""
+"""Numpy array types shared by all packages. Docstrings state shapes."""
 
 from __future__ import annotations
 

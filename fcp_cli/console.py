@@ -1,7 +1,7 @@
-"""Where words go: results to stdout, as tables and lines or as the one JSON document; all else to stderr.
+"""Output routing: results (tables, lines or the JSON document) to stdout, everything else to stderr.
 
-All else is progress, assumptions, warnings, errors, and the files that were written. So `fcp plan > file` keeps the
-summary, and a command whose standard output is a file's content (`-o -`) or a JSON document prints no table there.
+"Everything else" is progress, assumptions, warnings, errors, and written file names. So `fcp plan > file` keeps the
+summary, and a command that writes a file's content (`-o -`) or JSON to stdout prints no table there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-_LEAST_COLUMNS: Final = 40  # narrower, the figures of tables are cut
+_LEAST_COLUMNS: Final = 40  # narrower tables would truncate numbers
 
 
 @dataclass(slots=True)
 class Verbosity:
-    """Set once by the root command: -q gives -1, -v gives 1."""
+    """Verbosity level, set once by the root command: -q is -1, -v is 1."""
 
     level: int = 0
 
@@ -35,14 +35,14 @@ verbosity = Verbosity()
 
 
 def human() -> Console:
-    """Return the console of progress and remarks: stderr."""
+    """Return the console for progress and notes: stderr."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=verbosity.level < 0, highlight=False)
 
 
 def results() -> Console:
-    """Return the console of results: stdout."""
+    """Return the console for results: stdout."""
     from rich.console import Console
 
     class Results(Console):
@@ -53,7 +53,7 @@ def results() -> Console:
 
 
 def settle_terminal_size(environment: MutableMapping[str, str]) -> None:
-    """Drop COLUMNS and LINES that are no size of a terminal: libraries print nothing at all into 0 columns."""
+    """Drop invalid COLUMNS and LINES, and enforce a minimum: libraries print nothing into 0 columns."""
     for name, least in (("COLUMNS", _LEAST_COLUMNS), ("LINES", 1)):
         value = environment.get(name, "")
         if not value.isdecimal() or len(value) > 5 or not int(value):
@@ -63,19 +63,19 @@ def settle_terminal_size(environment: MutableMapping[str, str]) -> None:
 
 
 def new_table(*columns: str, left: Collection[int] = (0,), **settings: Any) -> Table:
-    """Return a table with headings; the columns at the positions `left` hold text, all others figures."""
+    """Return a table with headings; columns at the positions `left` are text, others numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(**{"box": SIMPLE_HEAD, "pad_edge": False, **settings})
     for position, column in enumerate(columns):
-        is_text = position > 0 and position in left  # only sentences go on in another line, no name and no figure
+        is_text = position > 0 and position in left  # only sentences wrap, not names or numbers
         table.add_column(column, justify="left" if position in left else "right", no_wrap=not is_text)
     return table
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table with columns by falling importance: columns that do not fit are dropped, none is truncated."""
+    """Print a table with columns of falling importance: columns that do not fit are dropped, none is truncated."""
     wide = console.options.update(max_width=1 << 16)
     for column in table.columns:
         column.no_wrap = True
@@ -85,7 +85,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def bar(share: float, columns: int, *, ascii_only: bool = False) -> str:
-    """Return a bar for a table, of at most `columns` columns, in eighths of one; whatever is not zero shows."""
+    """Return a bar of at most `columns` cells, in eighths of a cell; any nonzero share is visible."""
     share = max(0.0, min(share, 1.0))
     eighths = max(round(share * columns * 8), 1 if share > 0 else 0)
     if ascii_only:
@@ -94,7 +94,7 @@ def bar(share: float, columns: int, *, ascii_only: bool = False) -> str:
 
 
 def print_result(message: str) -> None:
-    """Print a line of the result on stdout; silent under -q."""
+    """Print a result line on stdout; silent under -q."""
     results().print(one_line(message), markup=False, soft_wrap=True)
 
 
@@ -104,24 +104,24 @@ def note(message: str) -> None:
 
 
 def print_always(message: str) -> None:
-    """Print a line that a question is about, even under -q."""
+    """Print a line that belongs to a prompt, even under -q."""
     console = human()
     console.quiet = False
     console.print(one_line(message), markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:
-    """Print one line on stderr, even under -q."""
+    """Print an error line on stderr, even under -q."""
     from rich.text import Text
 
     console = human()
     console.quiet = False
-    # In one piece: the ranks and nodes of a job share a terminal.
+    # In a single write: ranks and nodes of a job share a terminal.
     console.print(Text.assemble(("error:", "bold red"), f" {one_line(message)}"), soft_wrap=True)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print the one document of `--json` on stdout; a figure that is none, as a profile of zeros gives, is null."""
+    """Print the `--json` document on stdout; NaN and infinity become null."""
     try:
         text = json.dumps(document, indent=2, allow_nan=False)
     except ValueError:
@@ -139,7 +139,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def progress(*, transient: bool = True) -> Progress:
-    """Return a progress bar on stderr that shows only on a terminal and never under -q."""
+    """Return a progress bar on stderr, shown only on a terminal and not under -q."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -171,7 +171,7 @@ def progress(*, transient: bool = True) -> Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumptions:
-    """Where each setting of a command came from, for the lines about assumptions and likely mistakes."""
+    """Collects assumptions and warnings of a command, for printing."""
 
     assumed: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

@@ -1,18 +1,18 @@
-"""Every error that fcp raises on purpose.
+"""The errors that fcp raises deliberately.
 
 FcpError                     exit status 1: the input, the plan or the run is at fault
-├── ManifestError            a length manifest, or the data it is built from
+├── ManifestError            a length manifest, or its source data
 ├── ProfileError             a cost profile, a model or a cluster description
 ├── PlanError                a plan file: damaged, foreign, or against its own rules
 │   └── OverlongError        sequences that no group of ranks can hold
-├── MaskError                a mask that no sequence can have
-├── PluginError              a solver, target or integration of another installed package
+├── MaskError                an invalid mask
+├── PluginError              a third-party solver, target or integration
 ├── RunError                 a training job that cannot follow its plan
 ├── UsageError               exit status 2: the command line is at fault
 └── Interrupted              exit status 130: Ctrl-C; 128 + N for a job that signal N stopped
 
-Each carries one line: the fault, the value, the place, and the command or flag that helps. Pages of the documentation
-are named as they lie in the sources, or where the site is that FCP_DOCS_URL names.
+Messages are one line: what failed, the value, where, and a command or flag that helps. Documentation pages are named by
+their source path, or by URL if FCP_DOCS_URL is set.
 """
 
 import os
@@ -22,7 +22,7 @@ _PAGE = re.compile(r"\bdocs/([a-z/-]+)\.md\b")
 
 
 class FcpError(Exception):
-    """The input is at fault; the message is for the user and no traceback is shown."""
+    """The input is at fault; the message is for the user, without a traceback."""
 
     exit_status = 1
 
@@ -32,7 +32,7 @@ class FcpError(Exception):
 
 
 class ManifestError(FcpError):
-    """A length manifest, or the data it is built from, cannot be used."""
+    """A length manifest or its source data cannot be used."""
 
 
 class ProfileError(FcpError):
@@ -48,11 +48,11 @@ class OverlongError(PlanError):
 
 
 class MaskError(FcpError):
-    """A mask that no sequence can have."""
+    """An invalid mask."""
 
 
 class PluginError(FcpError):
-    """A solver, a launch target or an integration of another installed package cannot be used."""
+    """A third-party solver, launch target or integration cannot be used."""
 
 
 class RunError(FcpError):

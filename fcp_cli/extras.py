@@ -1,4 +1,4 @@
-"""The libraries that only some commands need, and the line that installs them: by themselves, from any index."""
+"""Optional dependencies, and the commands that install them individually, from any index."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def pip_install(extra: str, *only: str) -> str:
-    """Return the command that installs the packages of an extra of fcp.
+    """Return the pip command that installs an extra of fcp.
 
     Args:
-        extra: its name in pyproject.toml.
-        only: names of the packages that are missing; none: all.
+        extra: name in pyproject.toml.
+        only: packages to install; by default all of the extra.
     """
     found = [line for name, line in _of_extras().get(extra, {}).items() if not only or name in only]
     return "pip install " + " ".join(f"'{line}'" for line in found or [f"fcp-cli[{extra}]"])
 
 
 def pip_install_module(module: str) -> str | None:
-    """Return the command that installs a module that some extra asks for; None if none does."""
+    """Return the pip command for a module that belongs to an extra, or None."""
     name = {"vl_convert": "vl-convert-python", "PIL": "pillow"}.get(module, module.replace("_", "-"))
     extra = next((extra for extra, lines in _of_extras().items() if name in lines), None)
     return None if extra is None else pip_install(extra, name)
@@ -27,11 +27,11 @@ def pip_install_module(module: str) -> str | None:
 
 @cache
 def _of_extras() -> dict[str, dict[str, str]]:
-    """Return extra -> name of a package -> requirement, as the installed fcp records them."""
+    """Return {extra: {package: requirement}} from the metadata of the installed fcp."""
     found: dict[str, dict[str, str]] = {}
     try:
         lines = requires("fcp-cli") or []
-    except PackageNotFoundError:  # fcp runs from a folder of sources
+    except PackageNotFoundError:  # fcp runs from a source folder
         lines = []
     for line in lines:
         requirement, _, condition = line.partition(";")

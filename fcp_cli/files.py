@@ -1,4 +1,4 @@
-"""Files that exist whole or not at all, and the data files that travel with the package."""
+"""Atomic file writes, and data files shipped with the package."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from fcp_cli.errors import FcpError, UsageError
 
 USUAL_MANIFESTS = ("lengths.parquet", "dataset.parquet")
 _PARTIAL: Final = ".partial"
-_LEFTOVER_SECONDS: Final = 3600.0  # a live writer without a lock, on some network file systems, has written since
+_LEFTOVER_SECONDS: Final = 3600.0  # a live writer without a lock (some network file systems) has written more recently
 _LOOP: Final = "it is a loop of symbolic links"
 
 
 def manifest_here() -> Path | None:
-    """Return the manifest of a usual name in the current folder, which messages then name; None: there is none."""
+    """Return a manifest with a common name in the current folder, for messages; or None."""
     return next((Path(name) for name in USUAL_MANIFESTS if Path(name).is_file()), None)
 
 
 @contextmanager
 def replaced_atomically(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary file in the folder of `path`; rename it over `path` if the block succeeds, remove it otherwise.
+    """Yield a temporary file next to `path`; rename it to `path` if the block succeeds, else remove it.
 
-    A block that ends in Ctrl-C or on a full disk changes nothing. A symbolic link stays one: its target is replaced,
-    and keeps its permissions. Nothing can fail after the rename.
+    Ctrl-C or a full disk leaves `path` unchanged. A symbolic link remains: its target is replaced and keeps its
+    permissions. Nothing can fail after the rename.
 
     Args:
         path: the file to replace.
-        durable: flush to disk before the rename, so that a power cut leaves the old file or the new one. False suits
-            small files that are written every few seconds, or can be computed again.
+        durable: flush to disk before the rename, so that a power failure leaves either the old or the new file. Use
+            False for small files that are rewritten often or can be recomputed.
     """
-    name, path = path, _resolved(path)  # messages name the path as typed
-    if path.exists() and not path.is_file():  # renaming over a device would put a file in its place
+    name, path = path, _resolved(path)  # messages use the path as typed
+    if path.exists() and not path.is_file():  # a rename would replace a device by a file
         raise FcpError(f"cannot write {name}: it is not a file")
     if not path.parent.is_dir():
         raise FcpError(f"cannot write {name}: there is no folder {name.parent}")
@@ -59,7 +59,7 @@ def replaced_atomically(path: Path, *, durable: bool = True) -> Iterator[Path]:
         except OSError as error:
             raise FcpError(f"cannot write {name}: {reason_of(error, name.parent)}") from error
     if durable:
-        with suppress(OSError):  # some file systems flush no folders
+        with suppress(OSError):  # some file systems cannot flush folders
             flush_to_disk(path.parent)
 
 
@@ -71,9 +71,9 @@ def _resolved(path: Path) -> Path:
 
 
 def _create_temporary(path: Path) -> tuple[Path, int]:
-    """Create an empty file that nobody else has a name for, and lock it: the lock ends with the process.
+    """Create and lock an empty file with a unique name; the lock ends with the process.
 
-    The exclusive creation refuses whatever others put there, above all a symbolic link to somebody's file.
+    Exclusive creation protects against planted files, in particular symbolic links to other files.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}{_PARTIAL}")
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -83,7 +83,7 @@ def _create_temporary(path: Path) -> tuple[Path, int]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files of killed writers of `path`: old ones whose lock nobody holds."""
+    """Remove temporary files of killed writers of `path`: old ones without a lock."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
         with suppress(OSError):
             descriptor = os.open(leftover, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -101,7 +101,7 @@ def _remove_quietly(path: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -110,8 +110,8 @@ def flush_to_disk(path: Path) -> None:
 
 
 def reason_of(error: OSError, folder: Path) -> str:
-    """Return why a file in `folder` cannot be written: the system's words, and the free space of a full disk."""
-    # pyarrow puts the name of the temporary file and its own words around the system's.
+    """Return why a file in `folder` cannot be written, with the free space if the disk is full."""
+    # pyarrow wraps the system's message in its own words and the temporary file name.
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return reason
@@ -121,14 +121,14 @@ def reason_of(error: OSError, folder: Path) -> str:
 
 
 def refuse_to_overwrite(output: Path, *sources: Path | None) -> None:
-    """Keep an input file from being replaced by its own output."""
+    """Raise UsageError if the output would overwrite an input file."""
     for source in sources:
         if source is not None and output.exists() and source.exists() and output.samefile(source):
             raise UsageError(f"-o {output} would overwrite the source; name another file with -o")
 
 
 def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write a small text file whole or not at all."""
+    """Write a small text file atomically."""
     with replaced_atomically(path, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -136,7 +136,7 @@ def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> Non
 def shipped(kind: str) -> Path:
     """Return the folder of shipped data: `profiles` or `launchers`.
 
-    In a wheel it lies inside the package; in a checkout at the top level, where people look for it.
+    In a wheel it is inside the package; in a checkout at the top level, where people expect it.
     """
     packaged = Path(__file__).parent / "_data" / kind
     return packaged if packaged.is_dir() else Path(__file__).parent.parent / kind

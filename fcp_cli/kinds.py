@@ -1,4 +1,4 @@
-"""Recognizes the files of fcp, for the message of a command that was given another kind than it reads."""
+"""Recognizes fcp's file formats, for the message of a command that got the wrong kind of file."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _MADE_BY: Final[dict[Kind, str]] = {
     "metrics": "name the folder that 'fcp launch' printed",
     "samples": "'fcp profile' writes them",
 }
-_FORMAT: Final = re.compile(rb"\bformat\W{1,5}(fcp-[a-z-]+)/\d")  # as JSON and as YAML have it
-_HEAD_BYTES: Final = 4096  # every writer of ours states the format first
+_FORMAT: Final = re.compile(rb"\bformat\W{1,5}(fcp-[a-z-]+)/\d")  # in JSON and YAML
+_HEAD_BYTES: Final = 4096  # all our writers put the format first
 _PARQUET_MAGIC: Final = b"PAR1"
 
 
 def another_kind(path: Path, wanted: Kind, *, may_be_text: bool = False) -> str | None:
-    """Describe a file of another kind than `wanted`, and its use.
+    """Describe a file of another kind than `wanted`, and its use, or return None.
 
     Args:
         path: the file.
         wanted: the expected kind.
-        may_be_text: whether lengths or records in text of no format of ours will do, too.
+        may_be_text: whether plain text lengths or records are accepted, too.
 
     Returns:
-        One line without a full stop; None if the file is of the wanted kind, is not recognized, or cannot be read:
-        then only the reader knows the fault.
+        One line without a full stop; None if the file has the wanted kind, is not recognized, or cannot be read,
+        which the reader will report.
     """
-    if not path.is_file():  # bytes read from a pipe here would be missing later
+    if not path.is_file():  # reading from a pipe would consume it
         return None
     try:
         with path.open("rb") as file:
@@ -80,7 +80,7 @@ def _noun(kind: Kind) -> str:
 
 
 def _format_in_footer(path: Path) -> str | None:
-    """Return the format that the footer of a Parquet file states under the key `fcp`."""
+    """Return the format in a Parquet footer under the key `fcp`, or None."""
     from fcp_cli.reading.parquet import FAILURES, footer_document, open_footer
 
     try:

@@ -1,16 +1,16 @@
-"""Attention masks within one sequence: causal attention, and the additions of models of images and videos.
+"""Attention masks within a sequence: causal, and variants for models of images and videos.
 
-A mask is a small value that a manifest derives `eta` from and that a ring follows:
+A mask is a small value, from which a manifest derives `eta` and which a ring applies:
 
-    causal                token q sees tokens 0..q; the default of a sequence
-    full()                every token sees every other
-    prefix(p)             the first p tokens see each other, the rest is causal
-    segments(spans)       causal, and tokens of one span (an image, as in Gemma 3) see each other; or in layers with
-                          windows alone, as in Gemma 4
+    causal                token q attends to tokens 0..q; the default
+    full()                every token attends to every token
+    prefix(p)             the first p tokens attend to each other, the rest is causal
+    segments(spans)       causal, plus bidirectional attention within each span (an image, as in Gemma 3), in all
+                          layers or only in windowed layers (as in Gemma 4)
     chunk_pairs(sizes)    teacher forcing of a video in chunks: clean tokens of all chunks, then as many noisy ones; a
-                          clean chunk sees the clean chunks up to itself, a noisy one those before it, and itself
+                          clean chunk attends to clean chunks up to itself, a noisy one to earlier clean ones and itself
 
-Example: `segments([(1, 4)])` and `chunk_pairs([1, 2])` on 6 tokens; queries are rows, and `x` is seen:
+Example: `segments([(1, 4)])` and `chunk_pairs([1, 2])` on 6 tokens; rows are queries, `x` are allowed pairs:
 
     x . . . . .        x . . . . .      clean 0
     x x x x . .        x x x . . .      clean 1
@@ -35,16 +35,16 @@ from fcp_cli.errors import MaskError
 from fcp_cli.words import counted
 
 Shape: TypeAlias = Literal["full", "causal", "later"]
-"""Pairs of an area: all, keys up to the query's own, or keys after it; the last two areas are squares."""
+"""Pairs of an area: all, keys up to the query, or keys after the query; the last two are squares."""
 
-# A span of at least such a part of its sequence is shared out among members by itself; see `Spans.cuts`.
+# A span of at least 1/16 of its sequence is distributed among ring members separately; see `Spans.cuts`.
 _WIDE_PART = 16
-_WHOLE = 2**31 - 1  # the longest sequence there is
+_WHOLE = 2**31 - 1  # maximum sequence length
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """A part of a mask: pairs of queries `q_start` to `q_stop` and keys `k_start` to `k_stop` of one sequence."""
+    """A block of a mask: queries [`q_start`, `q_stop`) and keys [`k_start`, `k_stop`) of a sequence."""
 
     q_start: int
     q_stop: int
@@ -54,7 +54,7 @@ class Area:
 
     @property
     def pairs(self) -> int:
-        """Return how many pairs it lets through."""
+        """Number of allowed pairs."""
         queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
         if self.shape == "full":
             return queries * keys
@@ -63,11 +63,11 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Causal attention in which the tokens of each span see each other, too.
+    """Causal attention, plus bidirectional attention within each span.
 
     Attributes:
-        spans: (start, stop) of each, ascending, of 2 tokens at least; spans beyond a sequence have no meaning.
-        windows_only: layers without windows are causal.
+        spans: ascending (start, stop), of at least 2 tokens each; parts beyond the sequence are ignored.
+        windows_only: whether spans apply only to windowed layers.
     """
 
     spans: tuple[tuple[int, int], ...] = ()
@@ -81,41 +81,41 @@ class Spans:
 
     @property
     def plans_as_causal(self) -> bool:
-        """Return whether its layout and the work of full attention are those of a causal sequence."""
+        """Whether layout and full-attention work are those of a causal sequence."""
         return self.windows_only or self.is_causal
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers that identify the mask among others of its kind."""
+        """Numbers that define the mask within its kind."""
         return tuple(end for span in self.spans for end in span)
 
     def misfit(self, length: int) -> str:
-        """Say why a sequence of so many tokens cannot have the mask; "" where it can."""
+        """Return why a sequence of this length cannot have the mask, or ""."""
         last = self.spans[-1][1] if self.spans else 0
         return "" if last <= length or last == _WHOLE else f"its mask has a span up to token {last}"
 
     def pairs(self, length: int) -> int:
-        """Return how many pairs of a query and a key full attention over `length` tokens has."""
+        """Return the number of query-key pairs of full attention over `length` tokens."""
         return length * (length + 1) // 2 + sum(
             (stop - start) * (stop - start - 1) // 2 for start, stop in self._spans_of_full_layers(length)
         )
 
     def cuts(self, length: int) -> tuple[int, ...]:
-        """Return where the sequence falls into stretches, 0 and `length` among them, so that a zig-zag of each is even.
+        """Return the boundaries of stretches, including 0 and `length`, within which a zig-zag layout is balanced.
 
-        Queries of a span see equally many keys, those of other tokens one more each: either way the first and the last
-        chunk of a stretch weigh as much together as any two that lie between. Spans of less than a 16th of the
-        sequence stay within a stretch, since they add less than that to any query's keys.
+        Queries in a span see equally many keys; other queries see one more key each. In both cases, the first and last
+        chunk of a stretch together weigh as much as any such pair further inside. Spans shorter than 1/16 of the
+        sequence do not form stretches: they add less than that to a query's keys.
         """
         wide = (span for span in self._spans_of_full_layers(length) if (span[1] - span[0]) * _WIDE_PART >= length)
         return tuple(sorted({0, length, *(end for span in wide for end in span)}))
 
     def areas(self, length: int, cuts: Sequence[int] | None = None) -> tuple[Area, ...]:
-        """Return disjoint areas of full attention: those on the diagonal, then those below it.
+        """Return disjoint areas of full attention: first those on the diagonal, then those below it.
 
         Args:
             length: tokens of the sequence.
-            cuts: those of `cuts`, the default, or without some of them: no causal area reaches over one.
+            cuts: a subset of `cuts`, by default all; no causal area crosses one.
         """
         cuts = self.cuts(length) if cuts is None else cuts
         spans, stretches = list(self._spans_of_full_layers(length)), list(pairwise(cuts))
@@ -124,15 +124,15 @@ class Spans:
         return (*found, *_below(cuts))
 
     def position_ids(self, length: int) -> IntArray:
-        """Return [length] the position of each token for its embedding."""
+        """Return the position of each token, [length]."""
         return np.arange(length, dtype=np.int64)
 
     def eta(self, length: int) -> float:
-        """Return the mask factor of a sequence; see `eta_of`."""
+        """Return the mask factor; see `eta_of`."""
         return eta_of(self.pairs(length), length)
 
     def seen_both_ways(self, length: int) -> Iterator[tuple[int, int]]:
-        """Return the spans as far as they lie in the sequence."""
+        """Yield the spans, truncated to the sequence."""
         for start, stop in self.spans:
             if min(stop, length) - start > 1:
                 yield start, min(stop, length)
@@ -143,10 +143,10 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPairs:
-    """Chunks of clean tokens, then chunks of as many noisy ones, each of which sees the clean ones before, and itself.
+    """Clean chunks, then noisy chunks of the same sizes, which attend to earlier clean chunks and themselves.
 
     Attributes:
-        sizes: tokens of each clean chunk, and of its noisy one.
+        sizes: tokens of each clean chunk, and of its noisy counterpart.
     """
 
     sizes: tuple[int, ...]
@@ -155,24 +155,24 @@ class ChunkPairs:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers that identify the mask among others of its kind."""
+        """Numbers that define the mask within its kind."""
         return self.sizes
 
     def misfit(self, length: int) -> str:
-        """Say why a sequence of so many tokens cannot have the mask; "" where it can."""
+        """Return why a sequence of this length cannot have the mask, or ""."""
         wanted = 2 * sum(self.sizes)
-        return "" if wanted == length else f"its mask has chunk pairs of {wanted} tokens, which cannot be cut"
+        return "" if wanted == length else f"its mask has chunk pairs of {wanted} tokens, which cannot be truncated"
 
     def pairs(self, length: int) -> int:
-        """Return how many pairs of a query and a key the sequence has."""
+        """Return the number of query-key pairs."""
         return 2 * sum(size * stop for size, stop in zip(self.sizes, accumulate(self.sizes), strict=True))
 
     def cuts(self, length: int) -> tuple[int, ...]:
-        """Return where the sequence falls into stretches: noisy tokens lie with their clean ones, cut as these are."""
+        """Return the boundaries of stretches: clean and noisy half, so that both are split alike."""
         return 0, length // 2, length
 
     def areas(self, length: int, cuts: Sequence[int] | None = None) -> tuple[Area, ...]:
-        """Return disjoint areas that make up the mask; `cuts` are as for `Spans.areas` and change nothing."""
+        """Return disjoint areas that make up the mask; `cuts` has no effect."""
         half, bounds = length // 2, list(accumulate(self.sizes, initial=0))
         found = [Area(a + shift, b + shift, a + shift, b + shift) for shift in (0, half) for a, b in pairwise(bounds)]
         for clean in _below(bounds):
@@ -181,11 +181,11 @@ class ChunkPairs:
         return tuple(found)
 
     def position_ids(self, length: int) -> IntArray:
-        """Return [length] the position of each token for its embedding: noisy tokens have those of their clean ones."""
+        """Return the position of each token, [length]; noisy tokens have those of their clean ones."""
         return np.tile(np.arange(length // 2, dtype=np.int64), 2)
 
     def eta(self, length: int) -> float:
-        """Return the mask factor of a sequence; see `eta_of`."""
+        """Return the mask factor; see `eta_of`."""
         return eta_of(self.pairs(length), length)
 
 
@@ -194,15 +194,15 @@ Mask: TypeAlias = Spans | ChunkPairs
 CAUSAL = Spans()
 
 MASK_COLUMN: Final = "mask"
-"""Column of a manifest: the numbers of each sequence's mask; the header says of which kind it is."""
+"""Manifest column with the numbers of each sequence's mask; its kind is in the header."""
 
 MaskKind = Literal["full", "prefix", "segments", "types", "pairs"]
-"""Fields from which the masks of a data set are built: see `mask_of`."""
+"""Kinds of masks of a data set; see `mask_of`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRows:
-    """The masks of all sequences of a data set.
+    """Masks of all sequences of a data set.
 
     Attributes:
         kind: kind of all masks.
@@ -221,18 +221,18 @@ class MaskRows:
         return mask_of(self.kind, self.numbers[self.offsets[row] : self.offsets[row + 1]].tolist())
 
     def scaled(self, factor: float) -> MaskRows:
-        """Return the masks of sequences that are as much shorter; each chunk of a pair keeps a token."""
+        """Return the masks for sequences scaled by `factor`; each chunk of a pair keeps at least a token."""
         numbers = np.floor(self.numbers * factor).astype(np.int64)
         return MaskRows(self.kind, self.offsets, np.maximum(numbers, 1) if self.kind == "pairs" else numbers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MaskedSequence:
-    """One sequence with a mask, as `fetch` returns it.
+    """A sequence with a mask, as `fetch` returns it.
 
     Attributes:
         tokens: [tokens] ids.
-        mask: the mask of the tokens.
+        mask: attention mask.
         labels: [tokens] in the form of Hugging Face data sets, or None to train on every token.
         own_labels: whether each token predicts its own label, as in masked and diffusion language models, instead of
             the next token's.
@@ -247,20 +247,20 @@ class MaskedSequence:
 
 
 def eta_of(pairs: int, length: int) -> float:
-    """Return the mask factor of a number of pairs: 0 if causal, 1 for all pairs, below 0 for fewer than causal.
+    """Return the mask factor of a number of pairs: 0 for causal, 1 for full, negative for fewer than causal.
 
-    A causal sequence of L tokens has L (L + 1) / 2 pairs, a full one L (L - 1) / 2 more, which is the unit of eta.
+    A causal sequence of L tokens has L (L + 1) / 2 pairs; a full one has L (L - 1) / 2 more, the unit of eta.
     """
     return 0.0 if length < 2 else (pairs - length * (length + 1) // 2) / (length * (length - 1) // 2)
 
 
 def full() -> Mask:
-    """Return the mask of a sequence whose tokens all see each other."""
+    """Return a full bidirectional mask."""
     return Spans(((0, _WHOLE),))
 
 
 def prefix(tokens: int) -> Mask:
-    """Return the mask of a sequence whose first `tokens` see each other, while the rest is causal.
+    """Return a causal mask with a bidirectional prefix of `tokens` tokens.
 
     Raises:
         MaskError: `tokens` is below 0.
@@ -271,14 +271,14 @@ def prefix(tokens: int) -> Mask:
 
 
 def segments(spans: Iterable[Sequence[int]], *, windows_only: bool = False) -> Mask:
-    """Return the mask of a causal sequence in which tokens of the same span see each other both ways.
+    """Return a causal mask with bidirectional attention within each span.
 
     Args:
-        spans: (start, stop) of each, ascending and apart, `stop` not included.
-        windows_only: layers without windows are causal.
+        spans: half-open (start, stop), ascending and disjoint.
+        windows_only: whether spans apply only to windowed layers.
 
     Raises:
-        MaskError: a span ends before it starts, or starts before the one before it ends.
+        MaskError: spans are reversed, overlapping or not ascending.
     """
     given = [tuple(map(int, span)) for span in spans]
     end = 0
@@ -290,10 +290,10 @@ def segments(spans: Iterable[Sequence[int]], *, windows_only: bool = False) -> M
 
 
 def chunk_pairs(sizes: Iterable[int]) -> Mask:
-    """Return the mask of teacher forcing: clean chunks of these sizes, then noisy ones of the same sizes.
+    """Return a teacher-forcing mask: clean chunks of these sizes, then noisy ones of the same sizes.
 
     Raises:
-        MaskError: there is no chunk, or one without tokens.
+        MaskError: there are no chunks, or an empty chunk.
     """
     given = tuple(map(int, sizes))
     if not given or min(given) < 1:
@@ -302,9 +302,10 @@ def chunk_pairs(sizes: Iterable[int]) -> Mask:
 
 
 def token_types(types: Iterable[int], *, windows_only: bool = False) -> Mask:
-    """Return the mask that Gemma 3 has by its `token_type_ids`: tokens of type 1 that follow each other, which are
-    those of an image, see each other both ways; the rest is causal, and so are all in layers without windows if
-    `windows_only`.
+    """Return Gemma 3's mask for `token_type_ids`.
+
+    Consecutive tokens of type 1, which form an image, attend to each other bidirectionally; the rest is causal. With
+    `windows_only` this holds only in windowed layers.
     """
     is_image = np.fromiter((value == 1 for value in types), dtype=np.int8)
     ends = np.flatnonzero(np.diff(is_image, prepend=0, append=0))
@@ -312,7 +313,7 @@ def token_types(types: Iterable[int], *, windows_only: bool = False) -> Mask:
 
 
 def mask_of(kind: MaskKind, numbers: Sequence[int]) -> Mask:
-    """Return the mask of a kind with these numbers; `full` has no numbers, nor have causal masks of other kinds.
+    """Return the mask of a kind from its numbers; without numbers it is causal, or `full`.
 
     Raises:
         MaskError: no such mask exists.
@@ -333,34 +334,34 @@ def of_matrix(seen: npt.NDArray[np.bool_]) -> Mask:
         MaskError: the mask is not causal attention with bidirectional spans.
     """
     tokens = len(seen)
-    stops = tokens - np.argmax(seen[:, ::-1], axis=1)  # behind the last key of each query
+    stops = tokens - np.argmax(seen[:, ::-1], axis=1)  # one past the last key of each query
     if not (seen == (np.arange(tokens) < stops[:, None])).all():
         query = int(np.flatnonzero((seen != (np.arange(tokens) < stops[:, None])).any(axis=1))[0])
-        raise MaskError(f"token {query} does not see all tokens up to the last that it sees")
+        raise MaskError(f"token {query} does not attend to all tokens before the last one that it attends to")
     starts = np.flatnonzero(np.diff(stops, prepend=-1))
     ends = np.append(starts[1:], tokens)
     if not np.array_equal(stops[starts], ends):
         query = int(starts[np.flatnonzero(stops[starts] != ends)[0]])
-        raise MaskError(f"token {query} sees up to token {int(stops[query]) - 1}, which does not see it both ways")
+        raise MaskError(f"token {query} sees up to token {int(stops[query]) - 1}, which does not attend to it")
     return segments(np.stack((starts, ends), axis=1).tolist())
 
 
 def described(mask: Mask) -> str:
-    """Return a mask in a few words, for messages."""
+    """Describe a mask for messages."""
     if isinstance(mask, ChunkPairs):
         return f"{counted(len(mask.sizes), 'pair')} of chunks"
     if mask.is_causal:
         return "causal"
     spans = ", ".join(f"{start} to {'the end' if stop == _WHOLE else stop}" for start, stop in mask.spans[:3])
-    where = ", in windows alone" if mask.windows_only else ""
+    where = ", only in windowed layers" if mask.windows_only else ""
     return f"spans {spans}{f' and {len(mask.spans) - 3} more' if len(mask.spans) > 3 else ''}{where}"
 
 
 def _below(bounds: Sequence[int]) -> Iterator[Area]:
-    """Return areas of all blocks of later queries and earlier keys, where `bounds` cut both into blocks.
+    """Yield the areas of later queries and earlier keys between blocks that `bounds` delimit.
 
-    n blocks are halved, the later half sees the earlier one, and both are halved again: log2(n) rounds, in none of
-    which a query or a key takes part twice. The order is that of the rounds.
+    Blocks are halved recursively, and each later half attends to its earlier half: log2(n) rounds, in each of which a
+    query or key occurs at most once. Areas are in the order of rounds.
     """
     halves = [(0, len(bounds) - 1)]
     for first, last in halves:  # grows while it is read

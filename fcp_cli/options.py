@@ -1,9 +1,8 @@
-"""Options as data: a command's options are the annotated fields of a frozen dataclass, written once.
+"""Options as data: a command's options are annotated fields of a frozen dataclass, declared once.
 
-The dataclass is the value that the library works with; its annotations give the flags, the metavars, the defaults, the
-limits, the help, the keys of `fcp.yaml`, the environment names and the reference page. Nothing here imports typer, so
-that a library package may own the options that it obeys; `command_line.takes` makes a command of them, and one of a
-function whose parameters have such annotations.
+The library works with the dataclass itself. Its annotations define flags, metavars, defaults, limits, help, `fcp.yaml`
+keys, environment variables and the reference page. This module does not import typer, so that library packages can
+declare their own options; `command_line.takes` turns them into a command.
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class ClusterOptions:
@@ -14,7 +13,7 @@ function whose parameters have such annotations.
         manifest: Annotated[Path, Arg("Parquet with lengths.")]
         cluster: Annotated[ClusterOptions, Group("Cluster")] = ClusterOptions()
 
-Fields without a mark are no options: they need a default, which the command line leaves alone.
+Fields without such an annotation are not options: they need a default, which the command line never changes.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from fcp_cli.errors import UsageError
 
 T = TypeVar("T")
 MOST_RANKS: Final = 1 << 20
-"""Plans of tens of thousands are made in minutes; a number far beyond is a slip."""
+"""Plans for tens of thousands of ranks take minutes; a far larger number is a typo."""
 MOST_VIRTUAL_STAGES: Final = 1 << 12
-"""No model has as many layers."""
+"""More than any model's layers."""
 MOST_TOKENS: Final = 1 << 40
-"""Of a rank; times `MOST_RANKS` it still fits 64 bits."""
+"""Per rank; times `MOST_RANKS` it still fits into 64 bits."""
 MOST_WAIT: Final = 10**8
-"""Three years, in seconds: the longest time of the system's timers."""
+"""Three years in seconds: the maximum of system timers."""
 MOST_WORKERS: Final = 4096
-"""Processes that one machine may start."""
+"""Maximum processes per machine."""
 MOST_ROWS: Final = 1 << 33
-"""Sequences of a data set; masks over them have a byte for each."""
+"""Sequences of a data set; some arrays have a byte per sequence."""
 MOST_PIXELS: Final = 1 << 16
-"""Of a side; picture formats end there."""
+"""Per side; the limit of image formats."""
 MOST_EPOCHS: Final = 100_000
-"""Every epoch is planned, step by step."""
+"""Limits planning time: every epoch is planned step by step."""
 MOST_AHEAD: Final = 10_000
-"""Steps, or batches, that are held in memory before they train."""
+"""Steps or batches prefetched into memory."""
 _MOST_WHOLE: Final = 2**63 - 1
 _METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 
@@ -57,19 +56,19 @@ class Opt:
 
     Attributes:
         help: one or two sentences.
-        flags: its spellings; without them `--name-of-the-field`.
-        metavar: placeholder of the value; without it N, X, NAME, FILE or the choices of a `Literal`.
-        min, max: limits of a number; without `max` a whole one fits 64 bits.
-        below: a number that it must not reach.
-        unset: says for options whose default is None, the words for the effective default.
-        group: heading in the help of this option and of those after it, up to the next that names one; inside a
-            `OptionGroup` it stands behind the group's title, as "Bundled trainer: memory".
-        common: shown by --help, which folds the others into --help-all; if no option of a command is common, --help
-            shows all of them.
-        negatable: a switch has a `--no-...`, too.
-        commas: a field of type `tuple[int, ...]` is one word of positive numbers, as 1,2,4; they arrive in order.
-        trust: an `fcp.yaml` that nobody named sets this option only if it is trusted: always for one that "runs" code
-            or commands, opens connections or mounts into containers; if the path is outside for one that "writes".
+        flags: spellings; by default `--field-name`.
+        metavar: placeholder of the value; by default N, X, NAME, FILE or the choices of a `Literal`.
+        min, max: limits of a number; without `max`, an integer must fit into 64 bits.
+        below: exclusive upper limit.
+        unset: description of the effective default if the default is None.
+        group: help heading of this and further options, up to the next one with a group; inside an `OptionGroup` it
+            follows the group's title, for example "Bundled trainer: memory".
+        common: whether --help shows it; others appear only in --help-all. If no option of a command is common, --help
+            shows all.
+        negatable: whether a switch also has a `--no-...` form.
+        commas: whether a `tuple[int, ...]` is a single word of positive numbers such as 1,2,4, which is sorted.
+        trust: restricts an implicit `fcp.yaml`, which may set this option only if trusted: always if it "runs" code or
+            commands, opens connections or mounts into containers; if it "writes", only for paths outside the folder.
     """
 
     help: str
@@ -89,7 +88,7 @@ class Opt:
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """A positional argument; a field of type `tuple[T, ...]` takes the rest of the words."""
+    """A positional argument; a field of type `tuple[T, ...]` takes all remaining words."""
 
     help: str
     _: KW_ONLY
@@ -99,12 +98,12 @@ class Arg:
 
 @dataclass(frozen=True, slots=True)
 class OptionGroup:
-    """A nested dataclass whose options stand under one heading; the field's default instance holds their defaults.
+    """A nested dataclass whose options share a help heading; the field's default instance has their defaults.
 
     Attributes:
-        title: the heading.
-        of: for a field of type `Mapping[str, Any]`, the dataclass whose options it collects: only those that were
-            given, since they override values that were recorded or found elsewhere.
+        title: help heading.
+        of: for a field of type `Mapping[str, Any]`, the dataclass whose options it collects: only given ones, since
+            they override values from elsewhere.
     """
 
     title: str
@@ -114,20 +113,20 @@ class OptionGroup:
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A field of type `frozenset[str]`: names of the options that stood on the command line itself."""
+    """Marks a field of type `frozenset[str]` that receives the names of options given on the command line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """An option or argument as its dataclass declares it.
+    """An option or argument as declared by its dataclass.
 
     Attributes:
-        name: the name of the field.
-        type: the type of one value, without None.
-        many: it collects a tuple of values.
-        default: the value of the field if none is given; `MISSING` where a value is required.
+        name: field name.
+        type: type of a value, without None.
+        many: whether it collects a tuple of values.
+        default: default value; `MISSING` if a value is required.
         mark: its `Opt` or `Arg`.
-        group: heading in the help, None: none.
+        group: help heading, or None.
     """
 
     name: str
@@ -139,7 +138,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Return the flag, or the argument, that messages name."""
+        """Flag or argument name for messages."""
         if isinstance(self.mark, Arg):
             return self.metavar
         long = (flag for flag in self.mark.flags if flag.startswith("--"))
@@ -168,12 +167,12 @@ class Option:
 
 
 def options_of(kind: type, *, defaults: Any = None, group: str | None = None) -> Iterator[Option]:
-    """Yield the options of a dataclass and of its groups, in the order of the fields.
+    """Yield the options of a dataclass and its groups, in field order.
 
     Args:
         kind: a dataclass.
-        defaults: an instance whose values stand for the defaults of the fields.
-        group: title of the enclosing `OptionGroup`, None at the top.
+        defaults: instance that provides the defaults.
+        group: title of the enclosing `OptionGroup`, or None.
     """
     title = f"{group}: " if group else ""
     for name, hint, mark, default in _marked_fields(kind, defaults):
@@ -188,13 +187,13 @@ def options_of(kind: type, *, defaults: Any = None, group: str | None = None) ->
 
 
 def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], typed: Collection[str]) -> T:
-    """Make an instance of an option dataclass.
+    """Create an instance of an option dataclass.
 
     Args:
         kind: the dataclass.
-        values: the values of all its options, by name.
-        given: names of the options whose values are no defaults.
-        typed: names of those on the command line.
+        values: values of all options, by name.
+        given: names of options with non-default values.
+        typed: names of options given on the command line.
     """
     found: dict[str, Any] = {}
     for name, hint, mark, _ in _marked_fields(kind, None):
@@ -210,7 +209,7 @@ def build(kind: type[T], values: Mapping[str, Any], *, given: Collection[str], t
 
 
 def read_value(option: Option, value: Any) -> Any:
-    """Parse a word of the command line, or a value of YAML, as a number, a choice, or numbers with commas."""
+    """Parse a command-line word or YAML value as a number, a choice, or comma-separated numbers."""
     if option.commas:
         return _whole_numbers(value, option.flag)
     if option.type in (int, float):
@@ -222,7 +221,7 @@ def read_value(option: Option, value: Any) -> Any:
 
 def _number(option: Option, value: Any) -> int | float:
     try:
-        # int() would cut the fraction off, and takes True for 1.
+        # int() would truncate fractions and accept True.
         if isinstance(value, bool) or (isinstance(value, float) and option.type is int and value != int(value)):
             raise ValueError
         return option.type(value)  # type: ignore[no-any-return]
@@ -232,7 +231,7 @@ def _number(option: Option, value: Any) -> int | float:
 
 
 def _whole_numbers(value: Any, flag: str) -> tuple[int, ...]:
-    """Read "4,1,2", or a list of YAML, as (1, 2, 4)."""
+    """Parse "4,1,2", or a YAML list, as (1, 2, 4)."""
     words = value if isinstance(value, list | tuple) else str(value).split(",")
     try:
         numbers = {int(word) for word in map(str, words) if word.strip()}
@@ -244,7 +243,7 @@ def _whole_numbers(value: Any, flag: str) -> tuple[int, ...]:
 
 
 def check_limits(instance: Any) -> None:
-    """Refuse numbers beyond the limits of their options, and unknown choices, in a value that no command line made."""
+    """Validate limits and choices of an instance that was not built from a command line."""
     for option in options_of(type(instance)):
         value = getattr(instance, option.name)
         if value is not None and not option.many:
@@ -252,14 +251,14 @@ def check_limits(instance: Any) -> None:
 
 
 def _check_limit(option: Option, value: Any, *, shown: Any) -> None:
-    """Refuse a value beyond the limits or outside the choices; `shown` is how it was given."""
+    """Raise UsageError if a value violates limits or choices; `shown` is the value as given."""
     mark = option.mark
     if option.choices and value not in option.choices:
         raise UsageError(f"{option.flag} is {shown!r}; it must be one of {', '.join(option.choices)}")
     if option.type not in (int, float) or not isinstance(mark, Opt):
         return
     limits = []
-    # Written so that NaN, which no comparison accepts, is refused.
+    # Written so that NaN, for which comparisons are False, is rejected.
     if mark.min is not None and not value >= mark.min:
         limits.append(f"at least {mark.min:g}")
     most = _MOST_WHOLE if mark.max is None and option.type is int else mark.max
@@ -272,7 +271,7 @@ def _check_limit(option: Option, value: Any, *, shown: Any) -> None:
 
 
 def _marked_fields(kind: type, defaults: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield name, type, mark and default of each field; the mark is None if there is none."""
+    """Yield (name, type, mark, default) of each field; the mark is None for fields that are not options."""
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         hint, mark = hints[field.name], None
@@ -287,7 +286,7 @@ def _marked_fields(kind: type, defaults: Any) -> Iterator[tuple[str, Any, Any, A
 
 
 def _value_type(hint: Any) -> tuple[Any, bool]:
-    """Return the type of one value without None, and whether a field of this type takes several."""
+    """Return the type of a single value without None, and whether the field takes several."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is tuple:

@@ -1,4 +1,4 @@
-"""The one writer of Parquet files: every page and the footer have a checksum, which `reading/parquet.py` verifies."""
+"""Common Parquet writer: each page and the footer have a checksum, which `reading/parquet.py` verifies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fcp_cli.reading.parquet import END_BYTES, footer_mark, footer_size
 
 @contextmanager
 def parquet_writer(temporary: Path, schema: pa.Schema, *, deltas: Collection[str] = ()) -> Iterator[pq.ParquetWriter]:
-    """Write a Parquet file to a path of `replaced_atomically`, which must hold it before the rename.
+    """Write a Parquet file to a temporary path from `replaced_atomically`.
 
-    `deltas` are columns of integers, or lists of them, that are stored as differences; others have dictionaries.
+    `deltas` are integer (list) columns stored delta-encoded; others are dictionary-encoded.
     """
     leaf_of = {
         field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in schema
     }
     others = [leaf for name, leaf in leaf_of.items() if name not in deltas]
     encodings = {leaf_of[name]: "DELTA_BINARY_PACKED" for name in deltas}
-    # Without Arrow's own copy of the schema, readers take the footer's key-value metadata for the schema's: so the
-    # totals and the hash of a plan, known only at the end, become schema metadata of a streamed file.
+    # Without Arrow's copy of the schema, readers take the footer's key-value metadata as schema metadata. So a plan's
+    # totals and hash, known only at the end, can be schema metadata of a streamed file.
     with (
         pa.OSFile(str(temporary), "wb") as sink,
         pq.ParquetWriter(

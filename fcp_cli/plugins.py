@@ -1,8 +1,8 @@
-"""Names that other installed packages add, found through their entry points.
+"""Names added by third-party packages, found through entry points.
 
-fcp's own names stand in a table of each registry, so a command that uses one of them never searches the installed
-packages (17 ms for 115 of them), and they are there in a checkout that was never installed. Others are searched for
-when names are listed, or when a name is not fcp's own.
+Built-in names are in a table of each registry, so that a command that uses one never searches installed packages (17 ms
+for 115 of them), and they work in an uninstalled checkout. Packages are searched only to list names or if a name is not
+built in.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A name that an installed package adds.
+    """A name added by a package.
 
     Attributes:
-        registry: the registry that it is added to.
-        name: the name, as users type it.
+        registry: its registry.
+        name: name as users type it.
         package: name and version of the distribution.
-        entry: its entry point.
+        entry: entry point.
     """
 
     registry: Registry
@@ -40,14 +40,14 @@ class Plugin:
     entry: EntryPoint
 
     def load(self) -> Any:
-        """Import the object that the entry point names."""
+        """Import the entry point's object."""
         try:
             return self.entry.load()
         except (Exception, SystemExit) as error:
             raise self.error(f"cannot be imported from {self.entry.value}", error) from error
 
     def error(self, fault: str, cause: BaseException | None = None) -> PluginError:
-        """Return an error whose one line names the plug-in, its package, where it failed and how to get rid of it."""
+        """Return a one-line error that names the plug-in, its package, the place of the failure, and the fix."""
         reason = "" if cause is None else f": {_reason(cause)}{self._failed_line(cause)}"
         distribution = self.package.split()[0]
         return PluginError(
@@ -56,7 +56,7 @@ class Plugin:
         )
 
     def _failed_line(self, cause: BaseException) -> str:
-        """Return file and line where the error left the package's own code last, in brackets; empty if it never did."""
+        """Return the last file and line in the package's own code, in brackets; or ""."""
         root = self.entry.module.partition(".")[0]
         frames = walk_tb(cause.__traceback__)
         own = [(f.f_code, line) for f, line in frames if str(f.f_globals.get("__name__")).partition(".")[0] == root]
@@ -65,13 +65,13 @@ class Plugin:
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Names of one kind: fcp's own, and those of entry points.
+    """Names of one kind: built-in ones and those of entry points.
 
     Attributes:
-        group: the group of the entry points.
-        noun: its name in messages.
-        option: the option of the command line that takes a name.
-        own: fcp's own names, which no package replaces.
+        group: entry point group.
+        noun: name of the kind in messages.
+        option: command-line option that takes a name.
+        own: built-in names, which packages cannot replace.
     """
 
     group: str
@@ -80,15 +80,15 @@ class Registry:
     own: tuple[str, ...]
 
     def names(self) -> list[str]:
-        """Return fcp's own names in their order, then those of other packages by the alphabet."""
+        """Return built-in names in order, then names of packages alphabetically."""
         return [*self.own, *sorted(self._added())]
 
     def packages(self) -> dict[str, str]:
-        """Return the package, or packages, of each name that is not fcp's own."""
+        """Return the package(s) of each name that is not built in."""
         return {name: " and ".join(sorted(one.package for one in found)) for name, found in self._added().items()}
 
     def plugin(self, name: str) -> Plugin:
-        """Return the plug-in of a name that is not fcp's own."""
+        """Return the plug-in with a name that is not built in."""
         found = self._added().get(name)
         if not found:
             known = self.names()
@@ -100,7 +100,7 @@ class Registry:
         return found[0]
 
     def ignored(self) -> list[str]:
-        """Return a line for each entry point that cannot be used by its name."""
+        """Return a line for each unusable entry point."""
         lines = [f"{error}" for error in _broken_packages()]
         for one in _plugins(self):
             if not _NAME.fullmatch(one.name):
@@ -125,10 +125,10 @@ def _plugins(registry: Registry) -> Iterator[Plugin]:
 
 @lru_cache
 def _entry_points(group: str, path: tuple[str, ...]) -> Collection[EntryPoint]:
-    """Search the installed packages; those with damaged metadata are left to `_broken_packages`."""
+    """Return the entry points of a group; packages with damaged metadata are left to `_broken_packages`."""
     try:
         return tuple(entry_points(group=group))
-    except Exception:  # the metadata of one package makes the search of all raise
+    except Exception:  # damaged metadata of one package breaks the search for all
         sound = (one for one in distributions() if _fault_of(one) is None)
         return tuple(entry for one in sound for entry in one.entry_points.select(group=group))
 
@@ -143,7 +143,7 @@ def _broken_packages() -> Iterator[PluginError]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an exception's type and the first line of what it says, if anything."""
+    """Return an exception's type and the first line of its message."""
     return f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0]
 
 

@@ -1,7 +1,7 @@
-"""The recipe of a job: sharding, recomputation, offload and precision, in addition to plan, model and ranks.
+"""Training recipe of a job: sharding, recomputation, offload and precision.
 
-A cost profile and a plan record the recipe that they were made for, since it decides memory and times. Options name
-settings to use instead, and leave the rest `auto`. Imports nothing heavy: every `fcp` command reads these options.
+Cost profiles and plans record their recipe, since it affects memory and times. Options override settings and leave the
+rest `auto`. Imports nothing heavy, since every `fcp` command reads these options.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fcp_cli.tuning import check_tuning
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 Reduce: TypeAlias = Literal["step", "wave"]
 PrecisionName: TypeAlias = Literal["bf16", "amp", "fp32", "fp64"]
-LayerRecompute: TypeAlias = Literal["none", "activation", "elementwise", "selective"]  # runs no ring again
+LayerRecompute: TypeAlias = Literal["none", "activation", "elementwise", "selective"]  # none repeats a ring
 Recompute: TypeAlias = Literal["none", "activation", "elementwise", "selective", "full", "as-needed"]
 Loss: TypeAlias = Literal["chunked", "plain"]
 Offload: TypeAlias = Literal["none", "activations"]
-SplitAttention: TypeAlias = Literal["ulysses", "2d"]  # groups split heads alone, or both heads and tokens
-Phase: TypeAlias = Literal["forward"]  # of a job that does not train
+SplitAttention: TypeAlias = Literal["ulysses", "2d"]  # groups split only heads, or heads and tokens
+Phase: TypeAlias = Literal["forward"]  # a job that does not train
 
 AUTO: Final = "auto"
 _OF_ACCELERATORS: Final = ("bf16", "amp")
@@ -32,22 +32,22 @@ class Recipe:
     """Sharding, recomputation, offload and precision of a job.
 
     Attributes:
-        zero_stage: 0 keeps everything on every rank; 1 shards the optimizer over the ranks, 2 gradients, too, once a
-            step is over, 3 weights, too, which are then gathered layer by layer.
-        shard_ranks: ranks that share one copy of the sharded tensors (HSDP); None: all.
-        reduce: under stage 3: gradients are summed over ranks once a `step`, until when each holds them whole, or after
-            every `wave` of micro-batches, so that each holds its share.
-        precision: `bf16` weights with fp32 master weights in the optimizer, `amp` fp32 weights under bfloat16 autocast,
-            `fp32`; `fp64` for proofs.
-        recompute: activations of a layer that backward recomputes: `none`, those of the MLP's activation function
-            (`activation`), of norms and rotations, too (`elementwise`), all but attention's (`selective`), or all
-            (`full`); `as-needed`: in each micro-batch as many of these but `full`, in as many layers, as its rank's
-            tokens need, by the `recompute_levels` of the plan's profile.
-        loss: `chunked` cross entropy never holds all logits at once, `plain` does.
-        offload: whether the inputs of recomputed layers wait in the host's memory.
-        freeze_vision: a vision encoder runs without being trained.
-        lora: the low-rank adapters that are trained on frozen weights, as `tuning.parse_lora` reads them.
-        freeze: patterns of the names of weights that are not trained, with commas.
+        zero_stage: ZeRO stage: 0 shards nothing, 1 the optimizer, 2 also gradients at the end of a step, 3 also
+            weights, which are gathered layer by layer.
+        shard_ranks: number of ranks per replica of sharded tensors (HSDP); None: all.
+        reduce: under stage 3, reduce gradients once per `step`, until which they are unsharded, or after each `wave` of
+            micro-batches, so that ranks hold only shards.
+        precision: `bf16` weights with fp32 master weights in the optimizer, fp32 weights under bfloat16 autocast
+            (`amp`), `fp32`, or `fp64` for verification.
+        recompute: activations of a layer that backward recomputes: `none`, of the MLP's activation function
+            (`activation`), also of norms and rotations (`elementwise`), all but attention's (`selective`), or all
+            (`full`). `as-needed` chooses one of these except `full` per micro-batch and layer, as the rank's tokens
+            require, from `recompute_levels` of the plan's profile.
+        loss: `chunked` cross entropy never materializes all logits, `plain` does.
+        offload: whether inputs of recomputed layers are offloaded to host memory.
+        freeze_vision: whether the vision encoder is frozen.
+        lora: low-rank adapters on frozen weights (see `tuning.parse_lora`), or None.
+        freeze: comma-separated name patterns of frozen weights, or None.
     """
 
     zero_stage: ZeroStage = 0
@@ -63,20 +63,20 @@ class Recipe:
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether layers keep their inputs, and backward runs their forward again, whole or in part."""
+        """Whether layers save only their inputs, and backward repeats their forward in part or in full."""
         return self.recompute not in ("none", "activation")
 
     @property
     def recomputes_matrices(self) -> bool:
-        """Whether backward runs the matrix products of a layer's forward again."""
+        """Whether backward repeats a layer's matrix products."""
         return self.recompute in ("selective", "full")
 
     def shards(self, ranks: int) -> int:
-        """Return over how many ranks of `ranks` a copy is spread."""
+        """Return the number of shards per replica."""
         return min(self.shard_ranks or ranks, ranks)
 
     def flags(self) -> list[str]:
-        """Return the words that ask a command of fcp for this recipe."""
+        """Return the command-line options for this recipe."""
         words = [f"--zero {self.zero_stage}", f"--precision {self.precision}", f"--recompute {self.recompute}"]
         words += [f"--loss {self.loss}"] if self.loss != "chunked" else []
         words += [f"--offload {self.offload}"] if self.offload != "none" else []
@@ -89,7 +89,7 @@ class Recipe:
         return words
 
     def describe(self) -> str:
-        """Return the recipe in a few words for a person."""
+        """Describe the recipe for a person."""
         words = [f"ZeRO-{self.zero_stage}", self.precision]
         if self.recompute != "none":
             words.append(
@@ -106,7 +106,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeRequest:
-    """Options of `fcp profile`, `fcp plan` and `fcp launch`; `auto`, None and False leave them to plan or memory."""
+    """Recipe options of `fcp profile`, `fcp plan` and `fcp launch`; `auto`, None and False mean unspecified."""
 
     zero: Annotated[
         Literal["auto", "0", "1", "2", "3"],
@@ -162,7 +162,7 @@ class RecipeRequest:
         check_tuning(self.lora, self.freeze)
 
     def given(self) -> dict[str, Any]:
-        """Return the requested settings, by the names of `Recipe`."""
+        """Return the requested settings by their names in `Recipe`."""
         values = {f.name: getattr(self, f.name) for f in fields(RecipeRequest)}
         found = {name: value for name, value in values.items() if value not in (AUTO, None, False)}
         if "zero" in found:
@@ -170,45 +170,45 @@ class RecipeRequest:
         return found
 
     def applied_to(self, recipe: Recipe) -> Recipe:
-        """Return a recipe with the requested settings in place of its own; adapters and patterns replace each other."""
+        """Return a recipe overridden by the requested settings; adapters and patterns replace each other."""
         others = {"lora": None, "freeze": None} if self.lora or self.freeze else {}
         return replace(recipe, **{**others, **self.given()})
 
     @classmethod
     def to_train_as(cls, recipe: Recipe | RecipeRequest, **asked: Any) -> RecipeRequest:
-        """Return a request that fixes only the trained part and the given settings."""
+        """Return a request for the same trained part, with the given settings."""
         return RecipeRequest(freeze_vision=recipe.freeze_vision, lora=recipe.lora, freeze=recipe.freeze, **asked)
 
 
 def flag_words(name: str, value: Any) -> list[str]:
-    """Return the words that ask for one setting of a recipe, by its name in `Recipe`; none where there is nothing."""
+    """Return the command-line option for a recipe setting; [] if it is None or False."""
     flag = f"--{name.removesuffix('_stage').replace('_', '-')}"
     return [] if value is None or value is False else [flag] if value is True else [flag, str(value)]
 
 
 def default_recipe(*, sync: str, device: str) -> Recipe:
-    """Return the recipe of a job whose plan records none.
+    """Return the default recipe for a plan without one.
 
     Args:
-        sync: the sync of the plan.
-        device: kind of device that the ranks run on.
+        sync: sync of the plan.
+        device: device kind of the ranks.
     """
     precision: PrecisionName = "fp32" if device == "cpu" else "bf16"
     if sync == "microbatch":
         return Recipe(zero_stage=3, precision=precision)
-    # On a CPU the ranks share one memory, whatever they shard.
+    # CPU ranks share one memory, whatever they shard.
     return Recipe(zero_stage=0 if device == "cpu" else 2, precision=precision)
 
 
 def recipe_to_follow(planned: Recipe | None, *, sync: str, device: str) -> Recipe:
-    """Return the recipe of a job under a plan, where nothing else is asked for.
+    """Return the recipe for a plan if no settings are requested.
 
-    A plan for accelerators that is tried on a CPU is one of a small model, which fits anyhow: it runs as CPUs do best.
+    An accelerator plan that runs on a CPU has a small model, which fits anyway: use the recipe best for CPUs.
 
     Args:
-        planned: the recipe that the plan records.
-        sync: the sync of the plan.
-        device: kind of device that the ranks run on.
+        planned: recipe recorded in the plan.
+        sync: sync of the plan.
+        device: device kind of the ranks.
     """
     if planned is None or (device == "cpu" and planned.precision in _OF_ACCELERATORS):
         default = default_recipe(sync=sync, device=device)
@@ -217,11 +217,11 @@ def recipe_to_follow(planned: Recipe | None, *, sync: str, device: str) -> Recip
 
 
 def check_recipe(recipe: Recipe, *, sync: str) -> None:
-    """Refuse a recipe that a plan's sync rules out.
+    """Raise UsageError if the recipe contradicts the plan's sync or itself.
 
     Raises:
-        UsageError: stage 3 under `iteration`: gathering weights again for each micro-batch needs all ranks at once,
-            which there run different numbers of them.
+        UsageError: for example stage 3 under `iteration`: gathering weights per micro-batch needs all ranks, but these
+            run different numbers of micro-batches.
     """
     if recipe.zero_stage == 3 and sync == "iteration":
         raise UsageError(
@@ -241,10 +241,10 @@ def check_recipe(recipe: Recipe, *, sync: str) -> None:
 
 
 def check_shard_ranks(recipe: Recipe, ranks: int) -> None:
-    """Refuse to share copies out over so many ranks that the last copy would be incomplete.
+    """Raise UsageError if the shard ranks do not divide the ranks.
 
     Raises:
-        UsageError: names the nearest number that divides the ranks.
+        UsageError: names the largest smaller divisor.
     """
     shards = recipe.shards(ranks)
     if recipe.zero_stage > 0 and ranks % shards:

@@ -1,4 +1,4 @@
-"""What no ring computes exactly: special layers of some models, and rotations that grow with the longest sequence."""
+"""Models that rings cannot compute exactly: special layers, and rotary types that depend on the longest sequence."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _MISSING: Final[Mapping[str, str]] = {
 
 
 def missing_for_rings(model_type: str) -> str | None:
-    """Return what rings lack for the special layers of a model type, as the rest of a sentence; None if unknown."""
+    """Return why rings cannot compute a model type, as the rest of a sentence; None if unknown."""
     return _MISSING.get(model_type)
 
 
 def growing_rotation(*settings: Any) -> str | None:
-    """Return the first rotary type that changes frequencies with the longest position; None: none does.
+    """Return the first rotary type whose frequencies depend on the longest position, or None.
 
     Args:
-        settings: values of `rope_parameters` and `rope_scaling` in a configuration: mappings, mappings by kind of
-            layer, or whatever else a file holds there.
+        settings: values of `rope_parameters` and `rope_scaling`: mappings, mappings by layer kind, or anything else
+            found in a file.
     """
     blocks = [block for block in settings if isinstance(block, Mapping)]
     for rope in (*blocks, *(inner for block in blocks for inner in block.values() if isinstance(inner, Mapping))):
         kind = str(rope.get("rope_type", rope.get("type")))
         if "dynamic" in kind:  # transformers searches for the word, too
             return kind
-        # "su" is the first name of longrope; MiniCPM3 publishes equal factors, which change nothing.
+        # "su" is an older name of longrope; MiniCPM3 has equal factors, which change nothing.
         if kind in ("longrope", "su") and rope.get("short_factor") != rope.get("long_factor"):
             return kind
     return None

@@ -1,6 +1,6 @@
-"""Trained part of a model: all of it, low-rank adapters, or all weights except those that match patterns.
+"""The trained part of a model: everything, low-rank adapters, or all weights except those matching patterns.
 
-Imports nothing heavy: the options of `fcp launch` are checked by it.
+Imports nothing heavy, since it validates options of `fcp launch`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Lora:
 
     Attributes:
         rank: rows of A [rank, in] and columns of B [out, rank].
-        alpha: the alpha, as in peft.
-        targets: last parts of the names of the linear layers that get one; or `ALL_LINEAR` alone, all but the head.
+        alpha: scale, as in peft.
+        targets: last name parts of linear layers with adapters, or only `ALL_LINEAR`: all but the head.
     """
 
     rank: int = 16
@@ -37,7 +37,7 @@ class Lora:
 
 
 def parse_lora(text: str) -> Lora:
-    """Read "r=16,alpha=32,target=q_proj+v_proj"; omitted fields have `Lora`'s defaults, alpha twice the rank."""
+    """Parse "r=16,alpha=32,target=q_proj+v_proj"; omitted fields have `Lora`'s defaults, alpha twice the rank."""
     found: dict[str, str] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = word.partition("=")
@@ -69,17 +69,17 @@ def _positive(value: str, key: str, text: str) -> float:
 
 
 def patterns_of(freeze: str) -> tuple[str, ...]:
-    """Return the patterns of --freeze, which stand with commas between them."""
+    """Return the comma-separated patterns of --freeze."""
     return tuple(filter(None, (part.strip() for part in freeze.split(","))))
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a parameter: its whole name, or its tail after one of the dots."""
+    """Return whether a pattern matches a parameter's full name or its tail after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def frozen_names(names: Iterable[str], freeze: str) -> set[str]:
-    """Return the names of parameters that --freeze takes from training."""
+    """Return the names of the parameters that --freeze freezes."""
     names = list(names)
     frozen: set[str] = set()
     for pattern in patterns_of(freeze):
@@ -96,7 +96,7 @@ def frozen_names(names: Iterable[str], freeze: str) -> set[str]:
 
 
 def _similar(pattern: str, names: list[str]) -> list[str]:
-    """Return patterns made of parts of the names, nearest first."""
+    """Return patterns built from name parts, most similar first."""
     parts = {part: None for name in names for part in name.split(".")[:-1] if not part.isdecimal()}
     wanted = next((part for part in pattern.split(".") if part.strip("*")), pattern)
     near = nearest_words(wanted.strip("*"), parts, most=3, cutoff=0.4)
@@ -104,7 +104,7 @@ def _similar(pattern: str, names: list[str]) -> list[str]:
 
 
 def check_tuning(lora: str | None, freeze: str | None) -> None:
-    """Refuse adapters and patterns that contradict themselves or each other."""
+    """Raise UsageError if adapters or patterns are invalid or combined."""
     if lora is not None:
         parse_lora(lora)
     if freeze is not None and not patterns_of(freeze):

@@ -1,8 +1,8 @@
-"""Turns mappings that were read from YAML or JSON into frozen dataclasses; any mistake in them becomes one line.
+"""Converts mappings from YAML or JSON to frozen dataclasses; any mistake becomes a one-line error.
 
-A dataclass states its rules in its annotations (`Count`, `Positive`, `Literal["a", "b"]`, `int | None`); a field with a
-default may be omitted; every other key is refused. msgspec does the checking: of the libraries tried it is the
-quickest to import (24 ms; attrs with cattrs 37, pydantic 34 to 50), fills our own dataclasses, and reports the path.
+Rules are a dataclass's annotations (`Count`, `Positive`, `Literal["a", "b"]`, `int | None`). Fields with a default may
+be omitted; unknown keys are rejected. msgspec validates: of the libraries tried it imports fastest (24 ms; attrs with
+cattrs 37, pydantic 34 to 50), fills our own dataclasses, and reports paths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fcp_cli.words import nearest
 
 T = TypeVar("T")
 
-# Products and quotients of such figures are finite; msgspec's comparisons let no NaN through.
+# Limits that keep products and quotients finite; msgspec's comparisons reject NaN.
 _MOST: Final = 1e30
 _LEAST: Final = 1e-30
 _MOST_WHOLE: Final = 2**63 - 1
@@ -56,14 +56,14 @@ _ABBREVIATED.maxstring = _ABBREVIATED.maxother = 80
 
 
 def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError], remedy: str = "") -> T:
-    """Make a dataclass of a mapping.
+    """Convert a mapping to a dataclass.
 
     Args:
-        document: the document of YAML or JSON.
-        kind: the dataclass; the dataclasses, lists and mappings in it are checked as strictly.
-        where: begins every message; usually the file.
-        error: the class to raise.
-        remedy: ends every message; the command that helps.
+        document: parsed YAML or JSON.
+        kind: the dataclass; nested dataclasses, lists and mappings are checked as strictly.
+        where: start of messages; usually the file.
+        error: exception class to raise.
+        remedy: end of messages: the command that fixes it.
     """
     places: dict[str, _Place] = {}
     try:
@@ -76,7 +76,7 @@ def validated(document: Any, kind: type[T], *, where: str, error: type[FcpError]
 
 
 def require_shape(document: Any, kind: type[T]) -> T:
-    """Return the values that a dataclass or a TypedDict names, and pass over all others, which others may add."""
+    """Convert the fields that a dataclass or TypedDict declares; ignore all others."""
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as failure:
@@ -84,27 +84,27 @@ def require_shape(document: Any, kind: type[T]) -> T:
 
 
 def fields_of(kind: type[Any], value: Any) -> dict[str, Any]:
-    """Return by name the fields that a dataclass declares, as a value of it or of a derived class has them."""
+    """Return the values of the fields that `kind` declares, from an instance of it or a subclass."""
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(kind)}
 
 
-# Cached, since a file may hold thousands of lines of one kind.
+# Cached: a file may hold thousands of lines of a kind.
 _rules_of: Final[Callable[[Any], types.Type]] = cache(types.type_info)
 
 
 class _UnknownKeyError(Exception):
-    """A key that no field has; msgspec itself passes over it."""
+    """An unknown key, which msgspec would ignore."""
 
 
 class _Place(NamedTuple):
-    """The value at a path, and the rules for it."""
+    """The value at a path and its rules."""
 
     value: Any
     rules: types.Type
 
 
 def _visit(path: str, rules: types.Type, value: Any, places: dict[str, _Place]) -> None:
-    """Walk value and type side by side, noting both under the path by which msgspec would name them."""
+    """Walk value and type together, recording both under msgspec's path."""
     places[path] = _Place(value, rules)
     rules = _without_none(rules)
     if isinstance(rules, types.DataclassType) and isinstance(value, Mapping):
@@ -132,11 +132,11 @@ def _without_none(rules: types.Type) -> types.Type:
 
 
 def _explanation(failure: msgspec.ValidationError, places: Mapping[str, _Place]) -> str:
-    """Put a message of msgspec, such as "Expected `int` >= 1 - at `$.a.b[0]`", into words for users."""
+    """Reword a msgspec message, such as "Expected `int` >= 1 - at `$.a.b[0]`", for users."""
     text = str(failure)
     found = _PLACE.search(text)
     path = found[1] if found else ""
-    if failure.__cause__ is not None:  # a ValueError of the dataclass's own __post_init__
+    if failure.__cause__ is not None:  # a ValueError from __post_init__
         return f"{path}: {failure.__cause__}" if path else str(failure.__cause__)
     if missing := _MISSING.match(text):
         path = f"{path}.{missing[1]}" if path else missing[1]
@@ -149,12 +149,12 @@ def _explanation(failure: msgspec.ValidationError, places: Mapping[str, _Place])
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message holds it: never long."""
+    """Return an abbreviated representation of a value for messages."""
     return _ABBREVIATED.repr(value)
 
 
 def _wanted(place: _Place) -> str:
-    """Return the requirement that a value violates: its type, or its limit."""
+    """Describe the violated requirement: type or limit."""
     allowed = _allowed(place.rules)
     limits = _limits(place.rules)
     if limits is None or isinstance(place.value, bool) or not isinstance(place.value, int | float):
@@ -165,7 +165,7 @@ def _wanted(place: _Place) -> str:
 
 
 def _limits(rules: types.Type) -> Any:
-    """Return the kind of number that a value may be, with its limits; None if it may be none."""
+    """Return the numeric rule with its limits, or None if the value is not a number."""
     if isinstance(rules, types.Metadata):
         return _limits(rules.type)
     if isinstance(rules, types.UnionType):

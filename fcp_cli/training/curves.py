@@ -1,4 +1,4 @@
-"""Curves of a run for TensorBoard, if it is installed, and for Weights & Biases, through their own libraries."""
+"""Logs a run's curves to TensorBoard, if installed, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEWER_SCALARS = ("tokens_per_second", "mfu", "peak_memory_bytes")
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scalars of a `step` or an `eval` record, without those that are not finite."""
+    """Return the finite scalars of a `step` or `eval` record."""
     if record["kind"] == "eval":
         of_lengths = {f"eval_loss/up_to_{one['up_to_tokens']}": one["loss"] for one in record["buckets"]}
         found = {"eval_loss": record["loss"], **of_lengths}
@@ -24,7 +24,7 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Scalars:
-    """A writer of the scalars of each step record; it does nothing if tensorboard is missing."""
+    """Writes scalars of step records to TensorBoard; does nothing if it is not installed."""
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
         self._writer: Any = None
@@ -44,12 +44,12 @@ class Scalars:
 
 
 class WandbRun:
-    """Logs TensorBoard's scalars to Weights & Biases, too; under `WANDB_MODE=offline` only into the run directory.
+    """Logs the same scalars to Weights & Biases; with `WANDB_MODE=offline` only into the run directory.
 
     Args:
-        project: the project of Weights & Biases.
-        run_dir: its name is the run's. A resumed run in the same directory continues the run there.
-        run: the first record of the metrics, of which the run's configuration is made.
+        project: Weights & Biases project.
+        run_dir: provides the run's name; a resumed run in the same directory continues its Weights & Biases run.
+        run: first record of the metrics: the run's configuration.
     """
 
     def __init__(self, project: str, run_dir: Path, run: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class WandbRun:
             dir=str(run_dir),
             config={name: value for name, value in run.items() if name not in ("format", "kind")},
         )
-        # By the step of the run: a resumed one makes some again, which W&B's own counter would not take.
+        # Indexed by training step: a resumed run repeats steps, which W&B's own counter would reject.
         self._run.define_metric("fcp/step")
         self._run.define_metric("fcp/*", step_metric="fcp/step")
 

@@ -1,4 +1,4 @@
-"""The source of a run's tokens. Imports no torch, so that `fcp launch` can check it before it starts anything."""
+"""Opens the tokens of a run. Imports no torch, so that `fcp launch` can check the data before starting anything."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def open_data(
     length_column: str = "length",
     kept: Path | None = None,
 ) -> Callable[[int], Any]:
-    """Open the tokens of the source of a plan's manifest, or of all that it mixes, or random ones of its lengths.
+    """Open the tokens of a plan's manifest or mixture, or random tokens of its lengths.
 
-    They are random without a manifest, or if it was built from sizes of images and videos. `kept` as for `open_tokens`.
+    They are random without a manifest, or if it was built from media sizes. For `kept` see `open_tokens`.
     """
     reader = PlanReader(plan)
     metadata = reader.metadata
@@ -46,7 +46,7 @@ def open_data(
 
 
 def require_texts(manifests: Sequence[Path]) -> None:
-    """Refuse a mixture of pictures, which the bundled trainer supports only from one manifest."""
+    """Raise RunError for mixtures with images: the bundled trainer supports these only with a single manifest."""
     for path in manifests:
         if open_pictures(path) is not None or open_media(path) is not None:
             raise RunError(
@@ -66,9 +66,9 @@ def _open_tokens(manifest: Path, length_column: str, kept: Path | None, vocab_si
 
 
 def check_tokenizer(manifest: Path, checkpoint: Path) -> None:
-    """Refuse a manifest whose tokens are those of another tokenizer than a checkpoint's.
+    """Raise RunError if a manifest's tokenizer differs from the checkpoint's.
 
-    Files may differ in other fields: only the vocabulary is compared.
+    Only vocabularies are compared; files may differ in other fields.
     """
     source = manifest_source(manifest) or {}
     name, own = source.get("tokenizer"), checkpoint / "tokenizer.json"
@@ -90,7 +90,7 @@ def check_tokenizer(manifest: Path, checkpoint: Path) -> None:
 
 
 def has_tokens(manifest: Path, *, length_column: str = "length", kept: Path | None = None) -> bool:
-    """Return whether training can read tokens through this manifest; it cannot if it was made only of lengths."""
+    """Return whether a manifest gives access to tokens; not if it was built only from lengths."""
     try:
         open_tokens(manifest, length_column=length_column, kept=kept)
     except ManifestError:

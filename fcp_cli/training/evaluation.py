@@ -1,6 +1,6 @@
-"""Evaluate a model while it trains: the losses of held-out rows under a separate plan, forward only.
+"""Evaluates a model during training: losses of held-out rows under a separate plan, forward only.
 
-Nothing that training depends on is touched: no gradient, no random number, no weight.
+Leaves the training state unchanged: no gradients, random numbers or weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _BUCKETS = 48  # bucket b holds sequences of more than 2^(b-1) and up to 2^b tok
 
 
 def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callable[[TrainSettings], Fetch]) -> Session:
-    """Open the held-out rows under their plan, which is made here if none was given. Every rank calls it.
+    """Open the held-out rows under their plan, which is made here if not given. Collective.
 
     Args:
-        settings: the settings of the run, with an evaluation manifest.
-        session: the session of the training.
-        open_fetch: opens the data that settings name.
+        settings: settings of the run, with an evaluation manifest.
+        session: training session.
+        open_fetch: opens the data named by settings.
     """
     assert settings.eval_manifest is not None
     plan = settings.eval_plan or _planned(settings, session)
@@ -60,7 +60,7 @@ def open_held_out(settings: TrainSettings, session: Session, open_fetch: Callabl
 
 
 def held_out_session(plan: Path, metadata: PlanMetadata, session: Session, fetch: Fetch) -> Session:
-    """Return a second session for evaluation on the processes of the training. Every rank calls it."""
+    """Return a second session for evaluation on the training processes. Collective."""
     session.connections.open_all(planned_hops(plan))
     return Session(
         plan=plan,
@@ -74,7 +74,7 @@ def held_out_session(plan: Path, metadata: PlanMetadata, session: Session, fetch
 
 
 def _planned(settings: TrainSettings, session: Session) -> Path:
-    """Plan one pass over the held-out rows, in their order, for the ranks and the budget of the training."""
+    """Plan a pass over the held-out rows, in order, for the ranks and budget of the training."""
     plan = RunPaths(run_dir=settings.run_dir).evaluation_plan
     if session.rank == 0:
         _make_plan(plan, settings, session.metadata)
@@ -91,7 +91,7 @@ def _make_plan(path: Path, settings: TrainSettings, metadata: PlanMetadata) -> N
     assert settings.eval_manifest is not None
     table = read_manifest(settings.eval_manifest, length_column=settings.length_column)
     if path.is_file() and PlanReader(path).metadata.manifest.content_hash == table.content_hash():
-        return  # of the run that is resumed
+        return  # from the resumed run
     if not metadata.cost_profile.strip():
         raise UsageError(
             f"{settings.plan} has no cost profile to plan {settings.eval_manifest} with; give its plan by --eval-plan"
@@ -111,18 +111,18 @@ def evaluate(
     step: int,
     precision: Callable[[], AbstractContextManager[Any]],
 ) -> dict[str, Any]:
-    """Return the `eval` record with the mean loss of the learned tokens of all held-out rows. Every rank calls it.
+    """Return the `eval` record with the mean loss over trained tokens of all held-out rows. Collective.
 
     Args:
-        held_out: the rows and their plan.
-        model: the model that is trained.
-        followed: module or wrapper with its weights, as in `Session.steps`.
-        recipe: the recipe of the training.
+        held_out: session of the held-out rows.
+        model: the trained model.
+        followed: module or gradient sync of its weights, as in `Session.steps`.
+        recipe: training recipe.
         step: the optimizer step after which it runs.
-        precision: returns the context of the forward.
+        precision: returns the forward context.
     """
     begin = time.perf_counter()
-    sums = torch.zeros(2, _BUCKETS, dtype=torch.float64)  # of losses, and tokens that have one
+    sums = torch.zeros(2, _BUCKETS, dtype=torch.float64)  # summed losses, and numbers of tokens with a loss
     sync = _ForwardOnly(gradient_sync(followed, held_out.world, held_out.metadata.sync, recipe.reduce))
     with _evaluating(model), torch.no_grad():
         for one in held_out.steps(sync):
@@ -136,7 +136,7 @@ def evaluate(
 
 
 class _ForwardOnly(GradientSync):
-    """Weight preparation of a gradient reducer before a forward, without the reduction."""
+    """Wraps a gradient sync: prepares weights for forward, without gradient reduction."""
 
     def __init__(self, inner: GradientSync) -> None:
         self._inner = inner
@@ -167,7 +167,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _forget_forward(module: Any) -> None:
-    """Free gathered weights, and clear FSDP2's record of forwards, by which the next backward would prefetch."""
+    """Free gathered weights, and clear FSDP2's forward order, from which the next backward would prefetch."""
     module.reshard()
     group = module._get_fsdp_state()._fsdp_param_group
     if group is not None:
@@ -176,12 +176,12 @@ def _forget_forward(module: Any) -> None:
 
 
 def _add_losses(sums: Tensor, microbatch: LocalMicroBatch, model: Any, *, is_chunked: bool) -> None:
-    """Run the forward of a micro-batch, and add this rank's losses and tokens to those of their sequences' lengths."""
+    """Run a micro-batch forward, and add this rank's losses and tokens to the buckets of their sequence lengths."""
     rows = _labelled_rows(microbatch)
     inputs = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
     found: dict[int, Tensor] = {}
     if is_chunked:
-        # The head's own sum is over no token: the hook makes one for each length, of the same hidden states.
+        # Give the head no rows: the hook computes a loss per length bucket from the same hidden states.
         nothing = torch.zeros(0, dtype=torch.int64, device=microbatch.labels.device)
         microbatch.ring.context.labels = Labels(values=microbatch.labels, rows=nothing)
 
@@ -204,7 +204,7 @@ def _add_losses(sums: Tensor, microbatch: LocalMicroBatch, model: Any, *, is_chu
 
 
 def _labelled_rows(microbatch: LocalMicroBatch) -> dict[int, Tensor]:
-    """Return the tokens of this rank that have a label, by the bucket of their sequence's length."""
+    """Return this rank's labelled tokens by sequence length bucket."""
     layout, labels = microbatch.ring.layout, microbatch.labels
     member = microbatch.ring.index
     if not layout.tokens(member):

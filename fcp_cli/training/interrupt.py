@@ -1,4 +1,4 @@
-"""Answer Ctrl-C and a scheduler's SIGTERM during training: finish the step, save, leave."""
+"""Handles Ctrl-C and a scheduler's SIGTERM during training: finish the step, save, exit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fcp_cli.machine import processes
 
 
 class StopRequest:
-    """A flag that the first SIGINT sets, and each SIGTERM; a second SIGINT ends the process at once.
+    """A flag set by the first SIGINT and by any SIGTERM; a second SIGINT ends the process at once.
 
-    The ranks agree on it at the end of each step, since the signal may reach them in different steps.
+    Ranks agree on it at the end of each step, since the signal may reach them in different steps.
 
-    torchrun passes a scheduler's SIGTERM on, but sends the same signal to the ranks that wait for one that failed.
-    Those have no step to finish, and may hang in a collective, in which no Python handler ever runs: so a thread sees
-    each signal as it comes, and if a rank of this node is gone, SIGTERM ends the process as it would without a handler.
+    torchrun forwards a scheduler's SIGTERM, but also sends SIGTERM to ranks that wait for a failed one. Those have no
+    step to finish, and may hang in a collective, where no Python handler runs. So a thread watches signals, and if a
+    rank of this node is gone, SIGTERM ends the process as without a handler.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StopRequest:
 
 
 def _forget() -> None:
-    """Leave a process that a rank forks, as one that reads data, to the signals' ordinary effects."""
+    """Restore default signal handling in a forked process, for example a data loader worker."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -56,7 +56,7 @@ def _watch(received: socket.socket) -> None:
 
 
 def _lost_a_rank() -> bool:
-    """Return whether one of the ranks that torchrun started on this node is gone."""
+    """Return whether a rank that torchrun started on this node is gone."""
     started = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if started == 1:
         return False

@@ -19,7 +19,7 @@ _FUSED_ON = ("cpu", "cuda")
 
 
 def make_optimizer(trained: Sequence[nn.Parameter], settings: TrainSettings) -> torch.optim.AdamW:
-    """Make an AdamW that decays matrices; norms and biases are not pulled towards zero."""
+    """Create an AdamW with weight decay only for matrices, not for norms and biases."""
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -28,22 +28,21 @@ def make_optimizer(trained: Sequence[nn.Parameter], settings: TrainSettings) -> 
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
         betas=_BETAS,
-        # One kernel updates in place. Other ways make temporary copies of all weights, or of one after the other.
+        # The fused kernel updates in place; other variants make temporary copies of all weights, or of one at a time.
         fused=True if trained[0].device.type in _FUSED_ON else None,
         foreach=None if trained[0].device.type in _FUSED_ON else False,
     )
 
 
 def learning_rate_at(step: int, *, settings: TrainSettings, plan_steps: int) -> float:
-    """Return the learning rate of a step under the schedule of that name in transformers.
+    """Return the learning rate of a step, with transformers' schedule of that name.
 
-    It is a function only of the step, so that resuming is exact. As in transformers, warm-up begins at 0.
+    It depends only on the step, so that resuming is exact. As in transformers, warm-up starts at 0.
 
     Args:
-        step: optimizer step, from 0; step `warmup_steps` is the first at the peak.
-        settings: schedule, peak, warm-up, decay and floor.
-        plan_steps: the step at which the schedule ends unless the settings name another step; the rate then stays
-            constant.
+        step: optimizer step, from 0; step `warmup_steps` is the first one at the peak.
+        settings: provides schedule, peak, warm-up, decay and minimum.
+        plan_steps: end of the schedule unless the settings name another; the rate is constant afterwards.
     """
     end = settings.decay_steps or plan_steps
     return settings.learning_rate * _schedule(settings, end)(min(step, end))
@@ -51,7 +50,7 @@ def learning_rate_at(step: int, *, settings: TrainSettings, plan_steps: int) -> 
 
 @cache
 def _schedule(settings: TrainSettings, end: int) -> Callable[[int], float]:
-    """Return the share of the peak at each step up to `end`."""
+    """Return a function from step to share of the peak rate, up to `end`."""
     from transformers import get_scheduler
 
     warmup = math.ceil(settings.warmup_steps * (end if settings.warmup_steps < 1 else 1))
@@ -67,7 +66,7 @@ def _schedule(settings: TrainSettings, end: int) -> Callable[[int], float]:
         name, arguments = "warmup_stable_decay", {"min_lr_ratio": floor, "num_decay_steps": decay}
     elif floor:  # `linear` ends at 0
         name, arguments = "polynomial", {"lr_end": floor, "power": 1.0}
-    # They are functions of the step, which transformers hands out around an optimizer only.
+    # transformers exposes these functions of the step only around an optimizer.
     unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = get_scheduler(name, unused, warmup, end, scheduler_specific_kwargs=arguments)
     share: Callable[[int], float] = scheduler.lr_lambdas[0]
@@ -82,12 +81,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def clip_gradients(
     trained: Sequence[nn.Parameter], max_norm: float, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scale gradients so that their global L2 norm is at most `max_norm` (0: leave them); return the norm before [].
+    """Clip gradients to a global L2 norm of `max_norm` (0: no clipping); return the norm before clipping, [].
 
     Args:
-        trained: parameters that the optimizer updates on this rank; the norm is over all shards of FSDP2.
-        max_norm: the norm that gradients are clipped to.
-        group: ranks whose optimizers update other rows than this one's.
+        trained: parameters updated on this rank; the norm covers all FSDP2 shards.
+        max_norm: maximum norm.
+        group: ranks whose optimizers update other rows, or None.
     """
     norm = nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
     if isinstance(norm, DTensor):
@@ -96,6 +95,6 @@ def clip_gradients(
         square = norm.square()
         dist.all_reduce(square, group=group)
         norm = square.sqrt()
-    # An infinite limit scales by 1.
+    # An infinite limit does not scale.
     nn.utils.clip_grads_with_norm_(trained, max_norm if max_norm > 0 else math.inf, norm)
     return norm

@@ -1,6 +1,6 @@
-"""Show a run while it trains: one live line on a terminal, one plain line every few steps through a pipe.
+"""Shows training progress: a live line on a terminal, a plain line every few steps otherwise.
 
-It is fed with metrics records, so the trainer and `fcp watch` show the same.
+Consumes metrics records, so that the trainer and `fcp watch` show the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _STEPS_FOR_PACE = 20
 
 
 def progress_line(record: StepRecord, *, steps: int, seconds_left: float | None) -> str:
-    """Describe one step, in at most 80 columns below 1,000 steps and an hour to go; beyond, the end may be cut.
+    """Describe a step, in 80 columns for up to 1,000 steps and an hour; beyond, the end may be truncated.
 
-    Last, and truncated first, are the MFU, if known, and the peak memory of a rank.
+    MFU, if known, and peak memory per rank come last.
     """
     seconds = record["seconds"]
     parts = [
@@ -44,7 +44,7 @@ def progress_line(record: StepRecord, *, steps: int, seconds_left: float | None)
 
 
 def evaluation_line(record: EvalRecord, *, steps: int) -> str:
-    """Describe an evaluation: the loss per learned token in all, and by the length of sequences."""
+    """Describe an evaluation: loss per trained token, in total and by sequence length."""
     parts = [
         f"evaluation {record['step'] + 1}/{steps}",
         f"loss {_loss(record['loss'])} of {short_count(record['tokens'])} tokens",
@@ -59,11 +59,11 @@ def _loss(value: float | None) -> str:
 
 
 class TrainingProgress:
-    """The live display of a run. Feed it every record; close it at the end, however the end comes.
+    """Live display of a run. Feed it every record, and always close it.
 
     Args:
-        console: the console to print to.
-        every: steps between two plain lines; the first and the last step are always printed.
+        console: output console.
+        every: steps between plain lines; the first and last step are always printed.
     """
 
     def __init__(self, console: Console, *, every: int = 10) -> None:
@@ -82,7 +82,7 @@ class TrainingProgress:
             self._show(record)
         elif record["kind"] == "eval":
             line = evaluation_line(record, steps=self._steps)
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # above the live line, if any
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)  # printed above the live line
 
     def _show(self, record: StepRecord) -> None:
         if not record.get("warm_up"):
@@ -108,7 +108,7 @@ class TrainingProgress:
         self._live.update(text, refresh=True)
 
     def close(self) -> None:
-        """Keep the last line on the screen and release the terminal."""
+        """Keep the last line on screen and release the terminal."""
         if self._live is not None:
             with suppress(OSError):
                 self._live.stop()

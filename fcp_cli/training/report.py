@@ -1,4 +1,4 @@
-"""The output of rank 0 while it trains, besides its metrics: TensorBoard scalars, Weights & Biases, progress."""
+"""Output of rank 0 during training besides metrics: TensorBoard, Weights & Biases, progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fcp_cli.training.utilisation import Peak
 
 
 def run_facts(settings: TrainSettings, *, steps: int, parameters: int, peak: Peak | None = None) -> dict[str, Any]:
-    """Return the trainer's facts of a run that its plan lacks; `steps` is its last step."""
+    """Return facts about the run that its plan lacks; `steps` is its last step."""
     return {
         "model": settings.model,
         "parameters": parameters,
@@ -26,7 +26,7 @@ def run_facts(settings: TrainSettings, *, steps: int, parameters: int, peak: Pea
 
 
 class TrainingReport:
-    """The open outputs of rank 0, which are fed with every record of the metrics, the run's own first."""
+    """Rank 0's outputs; feed them each metrics record, beginning with the `run` record."""
 
     def __init__(self, settings: TrainSettings, *, first_step: int) -> None:
         self._settings = settings
@@ -42,7 +42,7 @@ class TrainingReport:
             for curves in self._curves:
                 curves.write(record)
         if self._progress is not None:
-            self._progress.feed(cast(MetricsRecord, record))  # of this very process
+            self._progress.feed(cast(MetricsRecord, record))  # written by this process
 
     def close(self) -> None:
         if self._progress is not None:

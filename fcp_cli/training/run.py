@@ -1,4 +1,4 @@
-"""One run of the bundled trainer: its folder, its data, the session of all ranks, and the trainer that drives it."""
+"""Runs the bundled trainer: run directory, data, session of all ranks, training loop."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fcp_cli.training.weights.models import has_vision, model_config, model_voca
 
 
 def train(settings: TrainSettings, stop: StopRequest) -> bool:
-    """Train on this rank until the steps are done; every rank calls it.
+    """Train on this rank until the last step. Collective.
 
     Returns:
-        Whether the run came to its end; False if it was asked to stop, after saving a checkpoint.
+        Whether the run finished; False if it was stopped, after saving a checkpoint.
     """
     with ExitStack() as stack:
         if os.environ.get("RANK", "0") == "0":
@@ -36,7 +36,7 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
         _require_free(settings)
         fetch, shows_pictures = _open_data(settings, stack)
         if has_vision(model_config(settings.model)) and not shows_pictures:
-            settings = replace(settings, freeze_vision=True)  # weight decay would shrink weights that no image trains
+            settings = replace(settings, freeze_vision=True)  # else weight decay would shrink untrained weights
         session = stack.enter_context(
             start(
                 settings.plan,
@@ -57,7 +57,7 @@ def train(settings: TrainSettings, stop: StopRequest) -> bool:
 
 
 def _open_data(settings: TrainSettings, stack: ExitStack) -> tuple[Fetch, bool]:
-    """Return the rows of the settings' manifest, open until the stack is left, and whether they have pictures."""
+    """Return the manifest's rows, open until the stack exits, and whether they have images or videos."""
     visuals = open_visuals(settings, model_config(settings.model))
     if visuals is not None:
         stack.callback(visuals.close)
@@ -74,7 +74,7 @@ def _open_data(settings: TrainSettings, stack: ExitStack) -> tuple[Fetch, bool]:
 
 
 def _require_free(settings: TrainSettings) -> None:
-    """Raise RunError if a new run would mix with one that is there; called before any rank writes."""
+    """Raise RunError if the run directory already has a run; called before any rank writes."""
     paths = RunPaths(run_dir=settings.run_dir)
     if not settings.resume and (paths.metrics.exists() or checkpoints(paths.checkpoints)):
         raise RunError(
@@ -83,7 +83,7 @@ def _require_free(settings: TrainSettings) -> None:
 
 
 def _require_shared(paths: RunPaths, session: Session) -> None:
-    """Check that every rank sees rank 0's files: else checkpoints would be scattered over the nodes."""
+    """Check that all ranks see rank 0's files: else checkpoints would be scattered over nodes."""
     dist.barrier()
     missing = torch.zeros(1, device=session.device)
     missing += not paths.metrics.exists()

@@ -1,6 +1,6 @@
-"""The settings of the bundled trainer, and how they travel through a torchrun command line. Imports no torch.
+"""Settings of the bundled trainer, and their conversion to and from a command line. Imports no torch.
 
-Fields marked `Opt` are options of `fcp launch`, too.
+Fields marked with `Opt` are also options of `fcp launch`.
 """
 
 from __future__ import annotations
@@ -33,41 +33,40 @@ LrSchedule: TypeAlias = Literal["constant", "linear", "cosine", "wsd"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings(RecipeRequest):
-    """Settings of one run. The plan decides data order, batch sizes and ranks; nothing here repeats it.
+    """Settings of a run. Data order, batch sizes and ranks come from the plan and are not repeated here.
 
     Attributes:
         plan: plan file.
         model: name of a shipped model, a model YAML, a Hugging Face config.json, or the folder of a checkpoint.
-        weights: folder of the Hugging Face checkpoint to start from; None starts from random weights.
+        weights: folder of the initial Hugging Face checkpoint; None: random weights.
         run_dir: folder for metrics and checkpoints, shared by all nodes.
-        manifest: manifest of the plan, whose source holds the tokens, or all that it mixes; none trains on synthetic
-            tokens.
-        length_column: the manifest's column that was planned.
-        bad_rows: action on a row whose images or videos fail to decode: stop, or skip and count it.
-        decode_workers: processes of each rank that decode pictures; 0 decodes in the trainer's own.
-        random_weights: the start from no checkpoint was asked for, although the model may be one.
-        export_every: steps between exports of the model in Hugging Face form to the run directory's `model`; it is
-            exported at the end in any case.
-        steps: stop after this many steps in all; None runs the whole plan.
-        learning_rate: peak, reached after `warmup_steps`; below 1 they are a share of the schedule, as in transformers.
-        lr_schedule: decay of the rate from there to `min_learning_rate_ratio` of the peak; `wsd` stays at the peak
-            until it falls over the last `wsd_decay_ratio` of the steps.
-        decay_steps: the steps of the schedule; None means the plan's. It does not depend on `steps`, so that a run
-            stopped early and resumed follows the same schedule.
-        max_grad_norm: global gradient norm to clip to; 0 turns clipping off.
-        on_nan: action on a step whose loss, or gradient norm, is NaN or infinite.
-        zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision, lora, freeze: the fields of the
-            recipe; `auto`, None and False leave them to the plan (`TrainSettings.recipe`).
-        eval_manifest, eval_plan: held-out rows and their plan, which is made in the run directory if None.
-        eval_every: steps between two evaluations; there is one at the end in any case.
-        grad_ring_dtype: type in which gradients of 16-bit keys and values travel around rings.
-        checkpoint_every: steps between checkpoints; 0 saves only at the end and on Ctrl-C.
-        keep: the newest so many checkpoints stay.
-        accept_unrecorded: resume although the metrics end before the checkpoint does.
-        async_save: copy the state, and write the checkpoint in the background.
-        wandb: project of Weights & Biases for the curves, in addition to TensorBoard.
-        log_every: steps between two lines of progress if there is no terminal.
-        quiet: no progress; the launcher shows it from the metrics.
+        manifest: manifest(s) of the plan, whose sources have the tokens; (): synthetic tokens.
+        length_column: planned length column of the manifest.
+        bad_rows: action if images or videos of a row fail to decode: stop, or skip and count the row.
+        decode_workers: decoder processes per rank; 0 decodes in the trainer's process.
+        random_weights: whether random weights were requested, even if the model is a checkpoint.
+        export_every: steps between Hugging Face exports to the run directory's `model`; there is always one at the end.
+        steps: total number of steps; None: all of the plan.
+        learning_rate: peak, reached after `warmup_steps`; a value below 1 is a share of the schedule, as in
+            transformers.
+        lr_schedule: decay from the peak to `min_learning_rate_ratio` of it; `wsd` keeps the peak and decays over the
+            last `wsd_decay_ratio` of the steps.
+        decay_steps: length of the schedule; None: the plan's steps. Independent of `steps`, so that a resumed run
+            follows the same schedule.
+        max_grad_norm: maximum global gradient norm; 0 disables clipping.
+        on_nan: action if loss or gradient norm is NaN or infinite.
+        zero, shard_ranks, reduce, precision, recompute, loss, offload, freeze_vision, lora, freeze: recipe settings;
+            `auto`, None and False leave them to the plan (see `TrainSettings.recipe`).
+        eval_manifest, eval_plan: held-out rows and their plan; None: planned at the start, in the run directory.
+        eval_every: steps between evaluations; there is always one at the end.
+        grad_ring_dtype: dtype of ring messages with gradients of 16-bit keys and values.
+        checkpoint_every: steps between checkpoints; 0: only at the end and on Ctrl-C.
+        keep: number of newest checkpoints to keep.
+        accept_unrecorded: whether to resume if the metrics lack steps of the checkpoint.
+        async_save: whether to copy the state and write checkpoints in the background.
+        wandb: Weights & Biases project for curves, in addition to TensorBoard.
+        log_every: steps between progress lines without a terminal.
+        quiet: whether to hide progress, which the launcher shows from the metrics.
     """
 
     plan: Path
@@ -164,9 +163,9 @@ class TrainSettings(RecipeRequest):
         """Return the recipe of the run: requested settings, else the plan's, else the default of sync and device.
 
         Args:
-            planned: the recipe that the plan records.
-            sync: the sync of the plan.
-            device: kind of device that the ranks run on.
+            planned: recipe recorded in the plan.
+            sync: sync of the plan.
+            device: device kind of the ranks.
         """
         recipe = self.applied_to(recipe_to_follow(planned, sync=sync, device=device))
         check_recipe(recipe, sync=sync)
@@ -179,7 +178,7 @@ class TrainSettings(RecipeRequest):
         return recipe
 
     def argv(self) -> list[str]:
-        """Return the arguments that `parse_settings` reads back, without those at their defaults."""
+        """Return the arguments for `parse_settings`, without defaults."""
         words: list[str] = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -193,7 +192,7 @@ class TrainSettings(RecipeRequest):
 
 
 def parse_settings(argv: Sequence[str]) -> TrainSettings:
-    """Read the trainer's command line; --plan and --run-dir fall back on FCP_PLAN and FCP_RUN_DIR."""
+    """Parse the trainer's command line; --plan and --run-dir default to FCP_PLAN and FCP_RUN_DIR."""
     import argparse  # here: every `fcp` command imports this module
 
     parser = argparse.ArgumentParser(
@@ -209,7 +208,7 @@ def parse_settings(argv: Sequence[str]) -> TrainSettings:
 
 
 def _argument(name: str, hint: Any, default: Any) -> dict[str, Any]:
-    """Return how argparse reads one field."""
+    """Return the argparse arguments of a field."""
     if hint is bool:
         from argparse import BooleanOptionalAction
 
@@ -224,7 +223,7 @@ def _argument(name: str, hint: Any, default: Any) -> dict[str, Any]:
 
 
 def require_libraries(recipe: Recipe, settings: TrainSettings) -> None:
-    """Check that the packages of a run's settings can be imported."""
+    """Raise UsageError if a package that the settings need is missing."""
     if recipe.lora is not None:
         _require("peft", flag="--lora", install=pip_install("finetune", "peft"))
     if settings.wandb is not None:

@@ -15,16 +15,16 @@ from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import parse_settings
 
 _INTERRUPTED = 130
-# gloo's words; it has no classes for them.
+# gloo's messages; it has no exception classes for these.
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")
 _GLOO_DECORATION = re.compile(r"^\[\S+:\d+\] | This is typically caused by .*")  # its source line, its advice
 _WAITED = re.compile(r"Timed out waiting (\d+)ms")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, and turn an FcpError into one line on stderr and its exit status."""
+    """Train; print an FcpError as one line on stderr and return its exit status."""
     end_with_launcher()
-    stop = StopRequest().install()  # before the slow imports: Ctrl-C at any time is a request, not a traceback
+    stop = StopRequest().install()  # before the slow imports, so that Ctrl-C never causes a traceback
     try:
         settings = parse_settings(sys.argv[1:] if argv is None else argv)
         import torch

@@ -1,8 +1,8 @@
-"""The bundled training loop: a plan in, metrics and checkpoints out.
+"""The bundled training loop: follows a plan, writes metrics and checkpoints.
 
-Replicas (`--zero 0` and 1) are plain models whose gradients are summed once a step, after the rank's last micro-batch;
-not DistributedDataParallel, whose buckets are rearranged after the first step, which would change the last bits of a
-resumed run. From `--zero 2` on the model is sharded with FSDP2.
+With `--zero 0` and 1, ranks hold full replicas, whose gradients are reduced once per step after the rank's last
+micro-batch. DistributedDataParallel is not used: it rearranges buckets after the first step, so a resumed run would not
+be bitwise equal. From `--zero 2`, the model is sharded with FSDP2.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from fcp_cli.words import counted, short_count
 
 
 class Trainer:
-    """One rank's model and optimizer, and on rank 0 the run's output."""
+    """A rank's model and optimizer and, on rank 0, the run's output."""
 
     def __init__(self, settings: TrainSettings, session: Session, held_out: Session | None = None) -> None:
         self.settings = settings
@@ -79,13 +79,13 @@ class Trainer:
         self.spec, self.peak = load_model(settings.model), peak_of(device_name(session.device), self.recipe)
         self.is_sharded = self.recipe.zero_stage > 1
         self.resumed_from = self._newest_checkpoint() if settings.resume else None
-        # Checkpoints of adapters hold nothing else.
+        # Adapter checkpoints contain only adapters.
         self.starts_whole = self.resumed_from is None or self.recipe.lora is not None
         weights = find_weights(settings.weights) if settings.weights is not None and self.starts_whole else None
         built: nn.Module = build_model(
             settings.model,
             seed=settings.seed,
-            # fully_shard moves one layer after the other, so that no device ever holds the whole model
+            # fully_shard moves layer by layer, so that no device holds the full model
             device=torch.device("cpu") if self.is_sharded else session.device,
             recompute=self.recipe.recompute,
             levels=session.recompute_levels,
@@ -122,14 +122,14 @@ class Trainer:
         self._announce(parameters, weights)
 
     def _fill(self, weights: WeightFiles | None) -> None:
-        """Fill a model with a checkpoint's weights, or with random ones: each rank its shard."""
+        """Fill a model with a checkpoint's weights or random ones; each rank fills its shard."""
         if weights is not None and self.names is not None:
             load_weights(self.model, weights, self.names)
         elif self.starts_whole:
             draw_weights(self.model, self.settings.seed)
 
     def _hold(self) -> ShardedWeights:
-        """Shard the model, or its optimizer state, by the recipe. Every rank calls it."""
+        """Shard the model or its optimizer state as the recipe says. Collective."""
         session, recipe = self.session, self.recipe
         shares = open_shares(
             recipe, rank=session.rank, ranks=session.metadata.num_ranks, device_type=session.device.type
@@ -141,7 +141,7 @@ class Trainer:
         return ShardedModel(self.model, shares)
 
     def run(self, stop: StopRequest) -> bool:
-        """Train until the last step, or until a rank is asked to stop; a checkpoint is there either way."""
+        """Train until the last step or a stop request; save a checkpoint in either case."""
         for step in self._steps():
             stopping = self._train_step(step, stop)
             finished = step.index + 1
@@ -168,11 +168,11 @@ class Trainer:
             reduce=self.recipe.reduce,
             on_nan=self.settings.on_nan,
         )
-        with closing(steps):  # the plan may have more steps than this run is to make
+        with closing(steps):  # the plan may have more steps than this run
             yield from islice(steps, self.last_step - self.first_step)
 
     def _train_step(self, step: Step, stop: StopRequest) -> bool:
-        """Run forward, backward and update; return whether a rank was asked to stop."""
+        """Run forward, backward and update; return whether any rank was asked to stop."""
         for microbatch in step:
             self._loss(microbatch).backward()  # type: ignore[no-untyped-call]
         for problem in step.problems.values():
@@ -184,13 +184,13 @@ class Trainer:
         stopping, writing = tell_all(self.session.world, stop=bool(stop), writing=self.saver.is_writing)
         if not writing:
             self.saver.publish()
-        if self.session.recorder is not None:  # before anything is kept of the step: a run that resumes has its line
+        if self.session.recorder is not None:  # before saving the step, so that a resumed run has its record
             self.session.recorder.end()
             self.session.recorder.flush()
         return stopping
 
     def _loss(self, microbatch: LocalMicroBatch) -> Tensor:
-        """Run the forward of a micro-batch; return this rank's share of the step's loss."""
+        """Run a micro-batch forward; return this rank's share of the step's loss."""
         inputs = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}
         offloading = nullcontext() if self.offload is None else self.offload.of(microbatch)
         with self._precision(), offloading:
@@ -200,7 +200,7 @@ class Trainer:
         return microbatch.loss(logits)
 
     def _update(self, step: Step) -> tuple[float, Tensor]:
-        """Clip the gradients, update the weights and free the gradients; return learning rate and norm []."""
+        """Clip gradients, update weights and free gradients; return learning rate and gradient norm []."""
         shares = self.sharded.shares
         learning_rate = learning_rate_at(step.index, settings=self.settings, plan_steps=self.session.metadata.end_step)
         set_learning_rate(self.optimizer, learning_rate)
@@ -210,9 +210,9 @@ class Trainer:
         norm = clip_gradients(
             self.sharded.trained,
             self.settings.max_grad_norm,
-            group=None if self.is_sharded else shares.shard_group,  # FSDP2's gradients know that they are shards
+            group=None if self.is_sharded else shares.shard_group,  # FSDP2's gradients are DTensors
         )
-        # Only here does the host wait for the device before an update: to stop, the norm is looked at afterwards.
+        # Only skip-step synchronizes host and device before the update; to stop, the norm is checked afterwards.
         is_skipped = self.settings.on_nan == "skip-step" and not norm.isfinite().item()
         if is_skipped:
             self._note_skipped(step, "gradient norm")
@@ -228,11 +228,11 @@ class Trainer:
             note(f"step {step.index}: skipped, since its {quantity} is not finite")
 
     def _require_finite(self, step: Step, loss: float, grad_norm: float) -> None:
-        """Raise RunError, on every rank, if the update was made with numbers that are not finite."""
+        """Raise RunError on all ranks if the update used non-finite numbers."""
         if self.settings.on_nan != "stop":
             return
         if not math.isfinite(loss):
-            raise RunError(f"step {step.index}: the loss is {loss}; the line of the rank that had it names the rows")
+            raise RunError(f"step {step.index}: the loss is {loss}; the message of the affected rank names the rows")
         if not math.isfinite(grad_norm):
             raise RunError(
                 f"step {step.index}: the norm of the gradients is {grad_norm}, although the loss is {loss:.4g}; lower "
@@ -240,13 +240,13 @@ class Trainer:
             )
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """Return the context of the forward: autocast, or the weights' own types."""
+        """Return the forward context: autocast, or none."""
         if self.recipe.precision != "amp":
             return nullcontext()
         return torch.autocast(self.session.device.type, dtype=torch.bfloat16)
 
     def _evaluate(self, step: int) -> None:
-        """Report the losses of held-out rows, if there are any. Every rank calls it."""
+        """Record the losses of held-out rows, if there are any. Collective."""
         if self.held_out is None:
             return
         record = evaluate(
@@ -265,7 +265,7 @@ class Trainer:
             note(f"saved {path}")
 
     def _export(self) -> None:
-        """Write the model as a Hugging Face checkpoint, or its adapters as peft does. Every rank calls it."""
+        """Export the model as a Hugging Face checkpoint, or its adapters in peft's format. Collective."""
         where: dict[str, Any] = {
             "rank": self.session.rank,
             "barrier": dist.barrier,
@@ -289,12 +289,12 @@ class Trainer:
         return found[-1] if found else None
 
     def _resume(self) -> int:
-        """Load the newest checkpoint, if there is one; return the first step to run."""
+        """Load the newest checkpoint, if any; return the first step to run."""
         found = self.resumed_from
         if found is None:
             return 0
         header, wanted = read_header(found), self._header(0)
-        if wanted.model == str(self.paths.origin):  # a copy of the initial checkpoint, which is gone
+        if wanted.model == str(self.paths.origin):  # a copy, since the initial checkpoint is gone
             wanted = replace(wanted, model=header.model)
         plan, run_dir = self.session.metadata, self.settings.run_dir
         check_header(header, wanted, plan, checkpoint=found)
@@ -305,7 +305,7 @@ class Trainer:
 
     @property
     def _state(self) -> TrainState:
-        # Resuming reads frozen weights from the origin again, so only adapters are saved, which are far smaller.
+        # Frozen weights are reread from the origin, so only adapters are saved, which are much smaller.
         from_elsewhere = self.settings.weights is not None
         kept = {
             name: weight for name, weight in self.sharded.weights.items() if weight.requires_grad or not from_elsewhere
@@ -376,9 +376,9 @@ class Trainer:
 
 
 def tell_all(world: World, *, stop: bool, writing: bool) -> tuple[bool, bool]:
-    """Return whether any rank was asked to stop, and whether any still writes a checkpoint; the same on all ranks.
+    """Return whether any rank was asked to stop, and whether any is writing a checkpoint; equal on all ranks.
 
-    Told between hosts, so that no accelerator waits for it.
+    Exchanged between hosts, so that no accelerator waits.
     """
     told = torch.tensor([stop, writing], dtype=torch.int64, device="cpu")
     world.start_sum(told).wait()

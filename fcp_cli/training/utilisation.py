@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (MFU): arithmetic of a step against the devices' peak."""
+"""Model FLOPs utilization (MFU): a step's operations relative to the devices' peak."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HALF_PRECISIONS = ("bf16", "amp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The arithmetic that a device's data sheet promises.
+    """A device's peak performance from its data sheet.
 
     Attributes:
-        flops: dense operations per second in 16 bits.
-        source: the shipped cluster whose description says so.
+        flops: dense 16-bit FLOP/s.
+        source: shipped cluster description it is from.
     """
 
     flops: float
@@ -31,7 +31,7 @@ class Peak:
 
 
 def peak_of(device_name: str, recipe: Recipe) -> Peak | None:
-    """Return a device's peak operations per second; None if unknown, or if the recipe's products are not of 16 bits."""
+    """Return a device's peak; None if unknown, or if the recipe's matrix products are not 16-bit."""
     name = known_cluster(device_name)
     if name is None or recipe.precision not in _HALF_PRECISIONS:
         return None
@@ -39,16 +39,16 @@ def peak_of(device_name: str, recipe: Recipe) -> Peak | None:
 
 
 def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
-    """Count the operations of the language model in a step, without recomputation (Chowdhery et al., PaLM).
+    """Count the language model's operations in a step, without recomputation (Chowdhery et al., PaLM).
 
-    A token takes two operations with each parameter of a matrix in forward, two for the gradient of its input, if
-    anything before is trained, and two for that of the matrix, if it is trained. In attention a token attends to half
-    of its sequence. Encoders are not counted.
+    Each matrix parameter costs two operations per token in forward, two for the input gradient if an earlier weight is
+    trained, and two for the weight gradient if it is trained. A token attends to half of its sequence. Encoders are not
+    counted.
 
     Args:
         spec: the model.
-        recipe: the recipe for the trained part.
-        lengths: [sequences] tokens.
+        recipe: determines the trained part.
+        lengths: [sequences] lengths in tokens.
     """
     forward, backward, length = forward_operations(spec), backward_of(spec, recipe), lengths.astype(np.float64)
     attention = forward.attention_per_token2 * float(np.square(length).sum())
@@ -61,7 +61,7 @@ def model_flops(spec: ModelSpec, recipe: Recipe, lengths: np.ndarray) -> float:
 def utilisation(
     spec: ModelSpec, recipe: Recipe, plan: StepPlan, *, seconds: float, peak: Peak | None, ranks: int
 ) -> float | None:
-    """Return the share of all devices' peak that a step's arithmetic came to; None if that is not known."""
+    """Return the MFU of a step, or None if the peak is unknown."""
     if peak is None:
         return None
     return model_flops(spec, recipe, plan.lengths) / (seconds * ranks * peak.flops)

@@ -53,7 +53,7 @@ def grid_parts(
         for _ in range(frames):
             start = int(places[token])
             if places[token + tokens - 1] - start != tokens - 1:
-                raise RunError(f"the {tokens} {kind} placeholders from token {start} on are not all together")
+                raise RunError(f"the {tokens} {kind} placeholders from token {start} on are not contiguous")
             parts.append(
                 VisualPart(
                     kind=kind,
@@ -115,7 +115,7 @@ def image_parts(
     for number, (grid, tokens, work) in enumerate(images):
         start = int(places[token])
         if places[token + tokens - 1] - start != tokens - 1:
-            raise RunError(f"the {tokens} {words} from token {start} on are not all together")
+            raise RunError(f"the {tokens} {words} from token {start} on are not contiguous")
         rows = PixelRows(pixels, number, number + 1)
         parts.append(VisualPart(kind="image", start_token=start, num_tokens=tokens, work=work, grid=grid, pixels=rows))
         token += tokens

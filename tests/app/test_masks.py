@@ -98,7 +98,7 @@ def test_noisy_tokens_have_the_positions_of_their_clean_ones() -> None:
     ("mask", "length", "reason"),
     [
         (segments([(0, 4), (6, 12)]), 10, "its mask has a span up to token 12"),
-        (chunk_pairs([3, 4]), 13, "its mask has chunk pairs of 14 tokens, which cannot be cut"),
+        (chunk_pairs([3, 4]), 13, "its mask has chunk pairs of 14 tokens, which cannot be truncated"),
         (chunk_pairs([3, 4]), 14, ""),
         (full(), 10, ""),
         (CAUSAL, 10, ""),

@@ -119,7 +119,7 @@ BATCH = {"input_ids": IDS, "labels": IDS}
         (
             {"attention_mask": torch.eye(4, dtype=torch.bool)[None, None]},
             {},
-            "row 0 cannot be followed: token 1 does not see all tokens up to the last that it sees; give spans",
+            "row 0 cannot be followed: token 1 does not attend to all tokens before the last one that it attends to; give spans",
         ),
         (
             {"attention_mask": {"sliding_attention": IDS}},
@@ -147,8 +147,11 @@ def test_a_mask_of_numbers_to_add_is_read_as_one_of_truths(tmp_path: Path) -> No
     ("seen_by", "message"),
     [
         ([[1, 0, 0], [1, 1, 1], [1, 1, 1]], None),
-        ([[1, 1, 0], [1, 1, 1], [1, 1, 1]], "token 0 sees up to token 1, which does not see it both ways"),
-        ([[1, 0, 0], [1, 1, 0], [0, 1, 1]], "token 2 does not see all tokens up to the last that it sees"),
+        ([[1, 1, 0], [1, 1, 1], [1, 1, 1]], "token 0 sees up to token 1, which does not attend to it"),
+        (
+            [[1, 0, 0], [1, 1, 0], [0, 1, 1]],
+            "token 2 does not attend to all tokens before the last one that it attends to",
+        ),
     ],
 )
 def test_a_matrix_is_spans_that_see_themselves_both_ways_or_refused(

@@ -52,7 +52,7 @@ def test_recomputation_chunked_loss_and_offload_train_the_same(
         assert len(found) == 2
         for one, other in zip(found, plain, strict=True):
             assert one == pytest.approx(other, rel=1e-12, abs=1e-12)
-        assert "the inputs of layers wait in the host's memory, in micro-batches" in capsys.readouterr().err
+        assert "layer inputs are offloaded to host memory in micro-batches" in capsys.readouterr().err
 
 
 def test_the_run_says_what_offloading_costs(folder: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_run_says_what_offloading_costs(folder: Path) -> None:
     recipe = Recipe(recompute="full", offload="activations")
     planned = replace(metadata, cost_profile=profile, tokens_per_rank=16_384)
     assert describe_offload(12_000, recipe, "qwen3-8b", planned) == snapshot(
-        "the inputs of layers wait in the host's memory, in micro-batches of more than 12000 tokens a rank; with 16384 tokens they are 4.8 GB each way, and layers hide 0.38 of 0.38 s (estimate, 25 GB/s)"
+        "layer inputs are offloaded to host memory in micro-batches of more than 12000 tokens per rank; with 16384 tokens they are 4.8 GB each way, and layers hide 0.38 of 0.38 s (estimate, 25 GB/s)"
     )
 
 

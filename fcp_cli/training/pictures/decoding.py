@@ -1,8 +1,7 @@
-"""Decodes pictures and preprocesses them with a checkpoint's own image processor, in a process that does nothing else.
+"""Decodes images and videos and preprocesses them with a checkpoint's image processor, in dedicated processes.
 
-Frames of a video go through the image processor as well: one by one, resized to the size that the video processor gives
-them, with its mean and deviation, and put together in time afterwards. A frame's pixels depend on no other frame, so a
-rank preprocesses only those that it encodes.
+Video frames also go through the image processor: one by one, resized and normalized like the video processor does, and
+merged in time afterwards. Frames are independent, so a rank preprocesses only those that it encodes.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _VIDEO_SETTINGS = ("image_mean", "image_std", "resample", "rescale_factor", "do_
 
 
 class BadPictureError(Exception):
-    """A picture that cannot be read, or has changed since the manifest was built."""
+    """A picture that is unreadable, or has changed since the manifest was built."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Rows [start, stop) of a preprocessed picture: patches of Qwen-VL, tiles of InternVL."""
+    """Requested row ranges of a preprocessed picture: patches of Qwen-VL, tiles of InternVL."""
 
     picture: Picture
     size: PictureSize
@@ -43,7 +42,7 @@ class Wanted:
 
 
 class Decoder:
-    """A checkpoint's image processor."""
+    """Decodes with a checkpoint's image processor."""
 
     def __init__(self, folder: Path, processor: VisionProcessor) -> None:
         try:
@@ -59,7 +58,7 @@ class Decoder:
                 f"{folder} is not the folder of a checkpoint with an image processor: {first_line(error)}"
             ) from error
         self._processor, self._folder = processor, folder
-        # As in InternVL's processor, which overrides the file of its image processor.
+        # As InternVL's processor does, overriding its image processor's file.
         self._cut = {"crop_to_patches": True} if isinstance(processor, InternVision) else {}
         self._video_settings = _video_settings(folder)
 
@@ -100,7 +99,7 @@ class Decoder:
         ]
 
     def _part(self, frames: Sequence[Values], size: tuple[int, int]) -> Values:
-        """Return the rows of frames that are encoded together: a tile, or patches with several frames each."""
+        """Return the rows of jointly encoded frames: a tile, or patches that span several frames."""
         count = len(frames)
         given = {name: value for name, value in self._video_settings.items() if name != "resample"}
         if self._cut:
@@ -109,12 +108,12 @@ class Decoder:
         rows = self._processed(resized, do_resize=False, input_data_format="channels_first", **given)
         if count == 1:
             return rows
-        # The image processor repeats a frame in time: of the i-th frame the i-th copy is the one that counts.
+        # The image processor repeats each frame in time: of frame i, take copy i.
         apart = rows.reshape(count, len(rows) // count, 3, count, -1)
         return np.stack([apart[i, :, :, i] for i in range(count)], axis=2).reshape(len(rows) // count, -1)
 
     def _resized(self, frame: Any, height: int, width: int) -> Any:
-        """Resize a frame as the library's video processors do: not to a size of the image processor's own choice."""
+        """Resize a frame like the library's video processors, not to a size that the image processor chooses."""
         from transformers.image_processing_backends import PilBackend, TorchvisionBackend
         from transformers.image_utils import SizeDict
 
@@ -134,7 +133,7 @@ class Decoder:
 
 
 def _video_settings(folder: Path) -> dict[str, Any]:
-    """Return how the checkpoint's video processor changes pixels; empty if it has none."""
+    """Return the pixel settings of the checkpoint's video processor; {} if it has none."""
     file, newer = folder / "video_preprocessor_config.json", folder / "processor_config.json"
     document = read_json(file, error=RunError) if file.is_file() else None
     if document is None and newer.is_file():
@@ -146,7 +145,7 @@ def _video_settings(folder: Path) -> dict[str, Any]:
 
 
 def _opened(picture: Picture, size: PictureSize) -> Any:
-    """Decode an image as transformers loads them: turned as its EXIF orientation asks, in three colours."""
+    """Decode an image like transformers: with EXIF orientation applied, as RGB."""
     import PIL.Image
     import PIL.ImageOps
 
@@ -160,7 +159,7 @@ def _opened(picture: Picture, size: PictureSize) -> Any:
 
 
 def _frames(picture: Picture, size: PictureSize, wanted: set[int]) -> dict[int, Any]:
-    """Decode the frames of these numbers."""
+    """Decode frames by number."""
     try:
         import av
     except ImportError as error:

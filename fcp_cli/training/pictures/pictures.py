@@ -1,4 +1,4 @@
-"""Conversations with the pixels of their pictures: each is decoded only by the rank that encodes it, ahead of time."""
+"""Conversations with pixels: each picture is decoded in advance, and only on the rank that encodes it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fcp_cli.vision.processor import VisionProcessor, Visual
 
 
 class PictureVisuals:
-    """A `Fetch` over the rows of a manifest of conversations about pictures.
+    """A `Fetch` for a manifest of conversations about images and videos.
 
     Args:
-        records: the conversations.
-        lengths: [rows] tokens of each sequence, as the manifest has them.
-        config: the configuration of the whole model.
-        pool: decodes.
+        records: conversations.
+        lengths: [rows] sequence lengths in the manifest.
+        config: configuration of the full model.
+        pool: decoder processes.
     """
 
     def __init__(self, records: PictureRecords, lengths: Any, config: Any, pool: PixelPool) -> None:
@@ -50,14 +50,14 @@ class PictureVisuals:
         )
 
     def _pixels(self, row: int, found: PictureRow, is_video: bool | None) -> RowPixels:
-        """Return the pixels of a row's images, of its videos, or of all."""
+        """Return the pixels of a row's images, its videos, or both."""
         chosen = [
             index for index, size in enumerate(found.sizes) if is_video is None or (size.frames is not None) == is_video
         ]
         return RowPixels(row, found, chosen, self._records.processor, self._pool)
 
     def close(self) -> None:
-        """End the processes that decode."""
+        """End the decoder processes."""
         self._pool.close()
 
 
@@ -70,14 +70,14 @@ def sequence_of_family(
     videos: Sequence[Visual],
     pixels: Callable[[bool | None], Pixels],
 ) -> VisualSequence:
-    """Make a sequence as the model's family runs it.
+    """Build a sequence for the model's family.
 
     Args:
-        config: the configuration of the whole model.
-        ids: [tokens] with the placeholders of its pictures.
-        labels: [tokens], -100 if a token is not to be learned.
-        images, videos: its pictures, each kind in the order of the placeholders.
-        pixels: reads those of images (False), videos (True), or both.
+        config: configuration of the full model.
+        ids: [tokens] with placeholders.
+        labels: [tokens], -100 for tokens not trained.
+        images, videos: pictures of each kind, in placeholder order.
+        pixels: returns pixels of images (False), videos (True), or both (None).
     """
     module = FAMILIES_OF_ROWS.get(config.model_type)
     if module is not None:
@@ -101,7 +101,7 @@ def sequence_of_family(
 
 
 FAMILIES_OF_ROWS: Final[Mapping[str, Any]] = {"internvl": internvl, "gemma3": gemma3}
-"""Families whose encoders see squares of one size, by their model types."""
+"""Families whose encoders process equal-sized squares, by model type."""
 
 
 def _grids(visuals: Sequence[Visual]) -> IntArray:
@@ -109,7 +109,7 @@ def _grids(visuals: Sequence[Visual]) -> IntArray:
 
 
 class RowPixels:
-    """Pixels of some pictures of one row, one after the other: a `PixelReader`."""
+    """A `PixelReader` for the concatenated pixels of some pictures of a row."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class RowPixels:
             at += rows
 
     def begin(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], PixelsRead]:
-        """Begin to decode the pictures that these rows are of, each once; a range lies within one picture."""
+        """Start decoding the pictures of these row ranges, each once; a range lies within a picture."""
         begun = []
         for first, end, index in self._starts:
             own = [number for number, (start, _) in enumerate(ranges) if first <= start < end]
@@ -166,7 +166,7 @@ class RowPixels:
 
 
 def _found(wait: Callable[[], list[Values]]) -> list[Values] | str:
-    """Return the decoded rows, or the reason of the failure."""
+    """Return the decoded rows, or the error message."""
     try:
         return wait()
     except BadPictureError as error:

@@ -1,7 +1,7 @@
 """A bounded pool of processes that decode pictures ahead of the training loop.
 
-Each process is spawned, not forked: the trainer's holds threads, sockets and devices that no fork survives. Pixels wait
-in the trainer's memory until their micro-batch is loaded, so the loader's lead in steps bounds that memory.
+Processes are spawned, not forked: the trainer has threads, sockets and devices that do not survive a fork. Pixels stay
+in the trainer's memory until their micro-batch is loaded, so the loader's prefetch depth bounds that memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _MOST_WORKERS = 8
 
 
 def usual_workers(local_ranks: int) -> int:
-    """Return the processes of one rank: its share of the machine's cores but one, at least 1 and at most 8."""
+    """Return the number of decoder processes of a rank: its share of cores minus 1, between 1 and 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MOST_WORKERS, max(1, cores // max(local_ranks, 1) - 1))
 
 
 class PixelPool:
-    """Processes that decode pictures with one checkpoint's processor.
+    """Processes that decode with a checkpoint's processor.
 
     Args:
-        folder: the folder of the checkpoint.
-        processor: the processor that counted the manifest.
-        workers: processes; 0 decodes in the calling thread.
+        folder: checkpoint folder.
+        processor: processor with which the manifest was counted.
+        workers: number of processes; 0 decodes in the calling thread.
     """
 
     def __init__(self, folder: Path, processor: VisionProcessor, *, workers: int) -> None:
@@ -49,7 +49,7 @@ class PixelPool:
                 initializer=_start_worker,
                 initargs=(folder, processor),
             )
-            self._pool.submit(os.getpid)  # starts them now: they import while the model is built
+            self._pool.submit(os.getpid)  # starts workers now, so that they import while the model is built
 
     def begin(self, wanted: Wanted) -> Callable[[], list[Values]]:
         """Start decoding a picture; return a function that waits for its rows."""
@@ -86,7 +86,7 @@ _decoders: list[Decoder] = []
 
 
 def _start_worker(folder: Path, processor: VisionProcessor) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its processes itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C and ends its workers
     threading.Thread(target=_follow_parent, name="fcp-parent", daemon=True).start()
     _decoders.append(Decoder(folder, processor))
     if "torch" in sys.modules:
@@ -94,7 +94,7 @@ def _start_worker(folder: Path, processor: VisionProcessor) -> None:
 
 
 def _follow_parent() -> None:
-    """End with the trainer, even if it was killed: waiting only for work would never end."""
+    """Exit when the trainer exits, even if killed: waiting for work would never end."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,8 +1,7 @@
-"""The images and videos of a run: real ones, or made-up ones of recorded sizes with made-up text around them.
+"""Images and videos of a run: real ones, or synthetic ones of recorded sizes with synthetic text.
 
-Everything about a made-up sequence but its content is real: how many tokens it has, which of them are visual, and the
-patches that the encoder runs. A row is the same on every rank and in every run; pixels are drawn only where they are
-encoded.
+Only the content of a synthetic sequence is made up: token counts, visual tokens and patches are real. A row is equal on
+every rank and in every run; pixels are drawn only on the encoding rank.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenVision
 
 
 class SyntheticVisuals:
-    """A `Fetch` over the rows of a manifest that was built from sizes of images and videos.
+    """A `Fetch` for a manifest built from media sizes.
 
     Args:
-        records: the sizes.
-        lengths: [rows] tokens of each sequence.
-        config: the configuration of the whole model.
-        seed: the seed of text and pixels.
+        records: media sizes.
+        lengths: [rows] sequence lengths.
+        config: configuration of the full model.
+        seed: seed of text and pixels.
     """
 
     def __init__(self, records: MediaRecords, lengths: IntArray, config: Any, *, seed: int) -> None:
@@ -61,17 +60,17 @@ class SyntheticVisuals:
         return sequence_of_family(self._config, ids, labels, images=images, videos=videos, pixels=pixels)
 
     def close(self) -> None:
-        """Hold nothing open."""
+        """Do nothing: there is nothing to close."""
 
     @property
     def _placeholders(self) -> list[int]:
         return [self._config.image_token_id, getattr(self._config, "video_token_id", self._config.image_token_id)]
 
     def _ids(self, row: int, images: tuple[Visual, ...], videos: tuple[Visual, ...]) -> IntArray:
-        """Return [length] random text, the placeholders of one part after each piece of it, and the rest at the end."""
+        """Return [length] ids: random text interleaved with placeholders of each part, remaining text at the end."""
         image, video = self._placeholders
         parts = [(image, self._part_tokens(visual)) for visual in images for _ in range(visual.grid[0])]
-        if self._config.model_type == "qwen2_5_vl":  # has nothing between the frames of a video
+        if self._config.model_type == "qwen2_5_vl":  # has no text between the frames of a video
             parts += [(video, visual.grid[0] * self._part_tokens(visual)) for visual in videos]
         else:
             parts += [(video, self._part_tokens(visual)) for visual in videos for _ in range(visual.grid[0])]
@@ -100,11 +99,11 @@ class SyntheticVisuals:
 
 
 def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | PictureVisuals | None:
-    """Open the images and videos of a run's manifest; None if it has none.
+    """Open the images and videos of a run's manifest, or return None.
 
     Args:
-        settings: the settings of the run.
-        config: the configuration of the whole model.
+        settings: settings of the run.
+        config: configuration of the full model.
     """
     if len(settings.manifest) != 1:
         return None
@@ -149,7 +148,7 @@ def _require_vocabulary(pictures: PictureRecords, config: Any) -> None:
 
 
 def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -> None:
-    """Check that the model cuts pictures as the manifest did, whose tokens hold for one way only."""
+    """Check that the model and the manifest use the same patches: token counts depend on them."""
     processor, vision = records.processor, config.vision_config
     qwen_families: dict[str, type[Any]] = {
         "qwen3_vl": QwenVision,

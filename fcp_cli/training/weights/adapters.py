@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft, inside a model that stays the transformers class that it was; and freezing by pattern."""
+"""Low-rank adapters with peft, injected into an unchanged transformers class; and freezing by pattern."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fcp_cli.words import nearest_words, short_count
 
 _BASE: Final = ".base_layer."
 _ADAPTER: Final = ".lora_"
-_PEFT_PREFIX: Final = "base_model.model."  # of PeftModel, around the model that it is given
+_PEFT_PREFIX: Final = "base_model.model."  # prefix of PeftModel's wrapped model
 _OUTSIDE_LANGUAGE_MODEL: Final = r"^(?!.*\blanguage_model\.).*$"
 
 
 def choose_trained(model: nn.Module, recipe: Recipe, *, seed: int) -> None:
-    """Add a model's adapters, or freeze the weights that patterns name, by a recipe; frozen weights stay frozen."""
+    """Add adapters or freeze weights by pattern, as the recipe says; frozen weights stay frozen."""
     if recipe.lora is not None:
         _add_adapters(model, parse_lora(recipe.lora), seed=seed, only_language_model=recipe.freeze_vision)
     elif recipe.freeze is not None:
@@ -34,7 +34,7 @@ def choose_trained(model: nn.Module, recipe: Recipe, *, seed: int) -> None:
 
 
 def _add_adapters(model: nn.Module, lora: Lora, *, seed: int, only_language_model: bool) -> None:
-    """Add adapters to linear layers, in their precision; B is 0, so that the model's outputs are unchanged."""
+    """Add adapters to linear layers, in their dtype; B is 0, so that outputs are unchanged."""
     from peft import LoraConfig, inject_adapter_in_model
 
     outside = _OUTSIDE_LANGUAGE_MODEL if only_language_model and hasattr(model.config, "vision_config") else None
@@ -45,17 +45,17 @@ def _add_adapters(model: nn.Module, lora: Lora, *, seed: int, only_language_mode
             raise UsageError(f"--lora: {target!r} is not a linear layer of the model; it has {', '.join(near)}")
     config = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes numbers of either kind
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft accepts floats
         target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
         exclude_modules=outside,
         task_type="CAUSAL_LM",
     )
-    torch.manual_seed(seed)  # drawn anew, so that they do not depend on whether weights were drawn before
+    torch.manual_seed(seed)  # reseeded, so that adapters do not depend on earlier draws
     inject_adapter_in_model(config, model)
 
 
 def describe_frozen(model: nn.Module, recipe: Recipe, name: str) -> str | None:
-    """Return a line about the frozen part of a model; None if all of it is trained."""
+    """Describe the frozen part of a model; None if everything is trained."""
     parameters = list(model.parameters())
     if all(parameter.requires_grad for parameter in parameters):
         return None
@@ -68,7 +68,7 @@ def describe_frozen(model: nn.Module, recipe: Recipe, name: str) -> str | None:
 
 
 def adapted_names(names: Mapping[str, str], model: nn.Module) -> dict[str, str]:
-    """Return a map from tensor names of the model with adapters to those of the checkpoint."""
+    """Map tensor names of the model with adapters to names in the checkpoint."""
     live = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     return {name: names[plain] for name in live if (plain := name.replace(_BASE, ".")) in names}
 
@@ -83,16 +83,16 @@ def export_adapters(
     base: Path | None,
     source: Path | None,
 ) -> None:
-    """Write adapters as peft does, which `PeftModel.from_pretrained` reads; every rank calls it.
+    """Write adapters in peft's format, for `PeftModel.from_pretrained`. Collective.
 
     Args:
         model: the model with adapters, plain or sharded by rows.
-        folder: the folder to write; it is replaced whole or unchanged.
-        rank: the rank of this process; rank 0 writes.
+        folder: output folder, replaced atomically.
+        rank: rank of this process; rank 0 writes.
         barrier: waits for all ranks.
-        dtype: the type of the adapters in the file.
-        base: the checkpoint that they belong to.
-        source: a folder whose tokenizer and processor go along.
+        dtype: dtype of the adapters in the file.
+        base: checkpoint of the base model.
+        source: folder whose tokenizer and processor are copied.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
@@ -101,7 +101,7 @@ def export_adapters(
         whole = {}
         for name, parameter in model.named_parameters():
             if _ADAPTER in name:
-                tensor = whole_tensor(parameter)  # together: every rank has rows of it
+                tensor = whole_tensor(parameter)  # collective: every rank has rows of it
                 if rank == 0:
                     whole[name] = tensor.detach().to("cpu", dtype).contiguous()
         if rank == 0:

@@ -1,23 +1,22 @@
-"""Contents of a checkpoint, and the exact resumption of a run from it.
+"""Checkpoint contents, and exact resumption from a checkpoint.
 
     checkpoints/step-00000500/
         checkpoint.json            format, step, plan hash, ranks, sharding, checksums of the other files
         state.safetensors          weights and optimizer (replicated: written by rank 0)
-        state-00003.safetensors    a share of both (sharded: written by the ranks of the first copy)
-        rng-00003.safetensors      this rank's random generators
+        state-00003.safetensors    a shard of both (sharded: written by the ranks of the first replica)
+        rng-00003.safetensors      random generator states of a rank
 
-`step` counts finished steps. The learning rate is a function of the step and the data order is the plan, so neither is
-saved. Weights are those that the optimizer updates. A share is the same rows of each tensor in every sharding, so that
-a run may resume under another one: a rank slices its shard from the mapped files. Tensors are named `model/NAME`
-and `optimizer/PARAMETER/ENTRY`; an optimizer's plain numbers are in the file's header, as JSON. No file is a
-pickle: nothing that a checkpoint holds can run.
+`step` counts finished steps. The learning rate depends only on the step and data order is in the plan, so neither is
+saved. Weights are those that the optimizer updates. Shards are row ranges under any sharding, so a run may resume under
+another one: a rank slices its shard from memory-mapped files. Tensors are named `model/NAME` and
+`optimizer/PARAMETER/ENTRY`; an optimizer's scalars are in the file header, as JSON. No file is a pickle, so loading a
+checkpoint cannot run code.
 
-Not torch.distributed.checkpoint. Its reader opens a checkpoint's metadata with a plain `pickle.load`, which runs
-any code in the file. Its storage in safetensors (`HuggingFaceStorageWriter`, as of torch 2.13) has no such
-file, but no mark either that a checkpoint was written to the end; it takes only tensors, whereas an optimizer's
-parameter groups hold numbers; it serialises a rank's file in memory in addition to the copy that it writes from; its
-asynchronous form runs collectives in a thread, for which every job needs a second process group; and it is not public
-in the oldest torch that fcp supports. Its benefit, resharding of tensors, is `_own_rows` here.
+Why not torch.distributed.checkpoint: its reader loads metadata with `pickle.load`, which can run code. Its safetensors
+storage (`HuggingFaceStorageWriter`, as of torch 2.13) has no such file, but also no mark that a checkpoint is complete.
+It stores only tensors, not the scalars of parameter groups; serializes a rank's file in memory in addition to the copy;
+needs a second process group for asynchronous saves, since it runs collectives in a thread; and is not public in the
+oldest supported torch. Its benefit, resharding, is `_own_rows` here.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader, kept_be
 from fcp_cli.training.weights.shares import Shares
 from fcp_cli.words import first_line
 
-_STATE_KEY = "optimizer"  # in the header of a file of state
+_STATE_KEY = "optimizer"  # key in the header of a state file
 _LENGTH_BYTES = 8  # before the header of a safetensors file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """The live objects that a checkpoint captures.
+    """Live objects captured by a checkpoint.
 
     Attributes:
-        weights: name -> this rank's part of each parameter, a tied one once: whole, its rows, or FSDP2's shard.
-        buffers: name -> buffer; whole on every rank.
-        optimizer: the optimizer of the weights that are trained.
-        device: the device of this rank.
-        shares: how weights and optimizer are cut.
+        weights: this rank's part of each parameter by name (tied ones once): unsharded, rows, or an FSDP2 shard.
+        buffers: buffers by name, unsharded.
+        optimizer: optimizer of the trained weights.
+        device: device of this rank.
+        shares: sharding of weights and optimizer.
     """
 
     weights: Mapping[str, Tensor]
@@ -67,11 +66,11 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
-    """The part of a checkpoint that one rank writes.
+    """The part of a checkpoint that a rank writes.
 
     Attributes:
-        tensors: file name -> name -> tensor: live, or a copy of it.
-        headers: file name -> fields of its header besides the tensors.
+        tensors: tensors (live or copies) by file name and tensor name.
+        headers: additional header fields by file name.
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -79,7 +78,7 @@ class Captured:
 
 
 def capture(state: TrainState, header: CheckpointHeader, *, rank: int) -> Captured:
-    """Return this rank's part; the tensors are live, only the random generators are copies."""
+    """Capture this rank's part; tensors are live, only random generator states are copies."""
     random = f"rng-{rank:05d}.safetensors"
     tensors: dict[str, Mapping[str, Tensor]] = {random: _random_states(state.device)}
     headers: dict[str, Mapping[str, str]] = {random: {}}
@@ -96,7 +95,7 @@ def capture(state: TrainState, header: CheckpointHeader, *, rank: int) -> Captur
 
 
 def _optimizer_parts(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer, as PARAMETER/ENTRY, and its numbers: parameter groups and other entries."""
+    """Split an optimizer's state into tensors, named PARAMETER/ENTRY, and scalars."""
     saved = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     others: dict[str, dict[str, Any]] = {}
@@ -110,10 +109,10 @@ def _optimizer_parts(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
 
 
 def write_files(folder: Path, captured: Captured) -> dict[str, FileSums]:
-    """Write a rank's files, whose tensors are on the host, and see that the disk has them.
+    """Write a rank's files from host tensors, and flush them to disk.
 
     Returns:
-        Their checksums, by name: of the bytes in memory, so they detect damage on the way to the disk, too.
+        Checksums by file name, computed from memory, so that they also detect write errors.
     """
     return {
         name: _write_file(folder / name, tensors, captured.headers[name]) for name, tensors in captured.tensors.items()
@@ -132,7 +131,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, 
         if sums.bytes != path.stat().st_size:
             raise OSError(f"it has {path.stat().st_size:,} bytes of {sums.bytes:,}")
     except (OSError, SafetensorError) as error:
-        number = re.search(r"os error (\d+)", str(error))  # of a SafetensorError
+        number = re.search(r"os error (\d+)", str(error))  # a SafetensorError wraps it
         failure = OSError(int(number[1]), "") if number else error
         reason = reason_of(failure, path.parent) if isinstance(failure, OSError) else first_line(failure)
         raise RunError(f"cannot write {path}: {reason}; {kept_before(path.parent.parent)}") from error
@@ -140,7 +139,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, 
 
 
 def _pieces(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of a file of tensors, in order: its header, which is read, and the tensors in memory."""
+    """Yield the content of a tensor file: the header, read back, then tensors from memory."""
     with path.open("rb") as file:
         size = file.read(_LENGTH_BYTES)
         header = file.read(int.from_bytes(size, "little"))
@@ -154,19 +153,19 @@ def _pieces(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 def load_checkpoint(
     checkpoint: Path, state: TrainState, *, header: CheckpointHeader, rank: int, num_ranks: int = 1
 ) -> None:
-    """Restore a checkpoint into the live objects, bit for bit, under any sharding then and now.
+    """Restore a checkpoint into the live objects bitwise, whatever the sharding then and now.
 
-    A rank that was not there before keeps the random generators that it started with. Ranks that read the same files
-    share their verification; one that finds damage ends the job.
+    A new rank keeps its initial random generator states. Ranks that read the same files divide their verification; a
+    rank that finds damage ends the job.
     """
     names, shares = _state_files(header), state.shares
     readers = (rank, num_ranks)
-    if len(names) == shares.count:  # same sharding as this run: the rank reads only its own file
+    if len(names) == shares.count:  # equal sharding: the rank reads only its own file
         names, readers = [names[shares.index]], (shares.copy, max(1, num_ranks // shares.count))
         shares = Shares()
     _verify(checkpoint, header, names, *readers)
     with ExitStack() as stack:
-        # Mapped, so that a rank that needs a part of every file does not hold them all.
+        # Memory-mapped, so that a rank that needs a part of each file does not load all of them.
         saved = [stack.enter_context(_opened(checkpoint / name)) for name in names]
         try:
             _restore_tensors(state, saved, shares)
@@ -181,7 +180,7 @@ def load_checkpoint(
 
 
 def _verify(checkpoint: Path, header: CheckpointHeader, names: Sequence[str], index: int = 0, count: int = 1) -> None:
-    """Compare a share of some files with their checksums."""
+    """Verify a share of the checksums of some files."""
     if (unlisted := next((name for name in names if name not in header.files), None)) is not None:
         raise RunError(f"{checkpoint / unlisted} is not listed in checkpoint.json; {way_back(checkpoint)}")
     found = damage(checkpoint, {name: header.files[name] for name in names}, index=index, count=count)
@@ -190,7 +189,7 @@ def _verify(checkpoint: Path, header: CheckpointHeader, names: Sequence[str], in
 
 
 def _state_files(header: CheckpointHeader) -> list[str]:
-    """Return the files of the shares, in order."""
+    """Return the state files, in shard order."""
     if header.sharding == "replicated":
         return ["state.safetensors"]
     return [f"state-{index:05d}.safetensors" for index in range(header.shards)]
@@ -206,19 +205,19 @@ def _opened(path: Path) -> Any:
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint of a model holds."""
+    """Return the persistent buffers of a model."""
     saved = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, which shares its memory."""
+    """Return the local part of a tensor, sharing memory."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 
 
 def _own_rows(parts: Sequence[Any], shares: Shares) -> Tensor:
-    """Return the rows that this rank keeps of a tensor that lies in parts of files; no others are read."""
+    """Read this rank's rows of a tensor that is split over files."""
     counts = [part.get_shape()[0] for part in parts]
     own = shares.rows(sum(counts))
     found: list[Tensor] = []
@@ -234,7 +233,7 @@ def _own_rows(parts: Sequence[Any], shares: Shares) -> Tensor:
 
 
 def _restored(saved: Sequence[Any], name: str, shares: Shares) -> Tensor:
-    """Return this rank's part of a saved tensor; every rank keeps scalars, such as Adam's step count."""
+    """Read this rank's part of a saved tensor; scalars, such as Adam's step count, are not sharded."""
     parts = [file.get_slice(name) for file in saved]
     return _own_rows(parts, shares) if parts[0].get_shape() else saved[0].get_tensor(name)
 
@@ -254,12 +253,12 @@ def _restore_tensors(state: TrainState, saved: Sequence[Any], shares: Shares) ->
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[Any], shares: Shares) -> None:
-    """Load this rank's optimizer state; moments of FSDP2's parameters become shards again."""
+    """Load this rank's optimizer state; moments of FSDP2 parameters become DTensors again."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = decode_record(saved[0].metadata()[_STATE_KEY])
     groups = numbers["param_groups"]
     for group, live in zip(groups, optimizer.param_groups, strict=True):
-        group.update(fused=live["fused"], foreach=live["foreach"])  # of the devices, not of the run
+        group.update(fused=live["fused"], foreach=live["foreach"])  # these depend on the device, not the run
     state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in numbers["entries"].items()}
     for name in saved[0].keys():  # noqa: SIM118
         kind, _, place = name.partition("/")
@@ -271,7 +270,7 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Sequence[Any], s
 
 
 def _like(own: Tensor, parameter: Tensor) -> Tensor:
-    """Return a moment on the device of its parameter, as FSDP2's shard if that is one."""
+    """Return a moment on its parameter's device, as a DTensor if the parameter is one."""
     own = own.to(_local(parameter).device)
     if not isinstance(parameter, DTensor):
         return own

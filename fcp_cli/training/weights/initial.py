@@ -1,8 +1,7 @@
-"""Draws the random weights of a model without a checkpoint, and never holds the whole model.
+"""Draws random initial weights without ever holding the full model.
 
-A module after the other is drawn whole on the host, as transformers fills it, and each rank keeps the rows that it
-holds. The generator runs through all modules on every rank, so that the numbers depend only on the seed: neither on
-the number of ranks nor on the sharding.
+Modules are drawn one after another on the host, as transformers initializes them, and each rank keeps its rows. The
+generator runs through all modules on every rank, so that weights depend only on the seed, not on ranks or sharding.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _Fill = Callable[[nn.Module], None]
 def draw_weights(model: Any, seed: int) -> None:
     """Fill a transformers model, plain or sharded by rows, with random weights.
 
-    Weights without a rule in transformers keep their value from construction.
+    Weights without an initialization rule keep their value from construction.
 
     Args:
-        model: the model on any device but `meta`.
-        seed: the seed that torch's generator is set to first.
+        model: model on any device but `meta`.
+        seed: seed for torch's generator.
     """
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -36,20 +35,20 @@ def _draw(module: nn.Module, fill: _Fill, drawn: set[int]) -> None:
     from transformers import PreTrainedModel
 
     for name, child in module.named_children():
-        if name.startswith("lora_"):  # adapters come drawn
+        if name.startswith("lora_"):  # adapters are already initialized
             continue
-        # A nested model, such as a vision encoder, has its own rules.
+        # Nested models, such as vision encoders, have their own rules.
         _draw(child, child._init_weights if isinstance(child, PreTrainedModel) else fill, drawn)
     own = {
         name: tensor for name, tensor in module._parameters.items() if tensor is not None and id(tensor) not in drawn
     }
     if own:
-        drawn.update(map(id, own.values()))  # a tied weight is drawn at its first place
+        drawn.update(map(id, own.values()))  # tied weights are drawn once
         _draw_own(module, own, fill)
 
 
 def _draw_own(module: nn.Module, own: dict[str, nn.Parameter], fill: _Fill) -> None:
-    """Draw a module's weights whole, and keep the rows of this rank's shard."""
+    """Draw a module's full weights, and keep this rank's rows."""
     whole = {name: nn.Parameter(torch.full(held.shape, torch.nan)) for name, held in own.items()}
     module._parameters.update(whole)
     try:
@@ -63,5 +62,5 @@ def _draw_own(module: nn.Module, own: dict[str, nn.Parameter], fill: _Fill) -> N
 
 
 def _is_drawn(tensor: Tensor) -> bool:
-    """Return whether a rule wrote to a tensor of NaN; transformers 4 writes to `.data`, which counts no version."""
+    """Return whether a rule wrote to a NaN tensor; transformers 4 writes to `.data`, which has no version counter."""
     return tensor._version > 0 or not bool(tensor.flatten()[0].isnan())

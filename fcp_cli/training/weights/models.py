@@ -1,4 +1,4 @@
-"""Build the model to train: unmodified transformers classes with the plan's attention, random weights."""
+"""Builds the model to train: unmodified transformers classes with the plan's attention and random weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fcp_cli.vision.families import FAMILIES
 
 
 def model_vocab_size(name: str) -> int:
-    """Return how many entries the model's vocabulary has."""
+    """Return the size of the model's vocabulary."""
     return load_model(name).vocab_size
 
 
@@ -38,17 +38,17 @@ def build_model(
     freeze_vision: bool = False,
     is_filled: bool = True,
 ) -> Any:
-    """Build a model with random weights from `seed`, equal on all ranks, in float32; its forward takes `position_ids`.
+    """Build a float32 model with random weights, equal on all ranks; its forward takes `position_ids`.
 
     Args:
         name: a shipped model, a model YAML, or a Hugging Face config.json.
-        seed: the seed of the initialisation, which torch's generator is set to.
-        device: the device of the returned model.
-        recompute: activations of each layer that backward recomputes.
-        levels: the levels of the plan, if layers recompute as needed.
-        freeze_vision: train the language model only; no effect on a model without an encoder.
-        is_filled: False leaves the weights as they come, for `draw_weights` or a checkpoint to fill: on the host,
-            memory that nothing has written to takes no room, so that a model that is sharded next never does.
+        seed: seed of the initialization, for torch's generator.
+        device: device of the returned model.
+        recompute: activation recomputation of layers.
+        levels: recompute levels of the plan, for as-needed recomputation.
+        freeze_vision: train only the language model; no effect without an encoder.
+        is_filled: False leaves weights uninitialized, to be filled by `draw_weights` or a checkpoint: untouched host
+            memory is never allocated, so a model that is sharded next takes none.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -71,7 +71,7 @@ def build_model(
 
 
 def _no_init_weights() -> AbstractContextManager[None]:
-    """Return the context of transformers in which models are built without filling their weights."""
+    """Return transformers' context for building models without initializing weights."""
     import transformers
 
     major = int(transformers.__version__.partition(".")[0])
@@ -81,9 +81,9 @@ def _no_init_weights() -> AbstractContextManager[None]:
 
 
 def model_config(name: str) -> Any:
-    """Return the transformers configuration: a config.json unchanged, or the figures of a description.
+    """Return the transformers configuration of a config.json or a model description.
 
-    Of a vision-language model that fcp cannot split into its parts, return only the language model.
+    For an unsupported vision-language model, it is that of the language model.
     """
     from transformers import AutoConfig
 
@@ -105,7 +105,7 @@ def model_config(name: str) -> Any:
 
 
 def _with_infinities(value: Any) -> Any:
-    """Return a configuration with the numbers that are not finite: Mamba-2 bounds time steps by infinity."""
+    """Restore infinities in a configuration: Mamba-2 bounds time steps by infinity."""
     if isinstance(value, dict):
         named = value.get("__float__")
         if named in ("Infinity", "-Infinity"):
@@ -115,7 +115,7 @@ def _with_infinities(value: Any) -> Any:
 
 
 def has_vision(config: Any) -> bool:
-    """Return whether a transformers configuration is of a vision-language model."""
+    """Return whether a transformers configuration belongs to a vision-language model."""
     return hasattr(config, "vision_config")
 
 
@@ -123,21 +123,21 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, *, dtype: torch.dtype | None
     """Shard weights, gradients and optimizer states with FSDP2, layer by layer, in place.
 
     Args:
-        model: the model on any device, or on `meta`, whose shards are to be filled in afterwards.
-        mesh: the mesh of all ranks, one dimension to shard over or two to copy and to shard over; each layer's shard
-            moves to this rank's device of it.
-        dtype: the type of the gathered weights and the matrix products, with shards and sums of gradients in the
-            model's own; None computes in that, too.
-        keeps_weights: gathered weights stay for the whole step instead of for one layer's forward or backward.
+        model: model on any device, or on `meta` to fill the shards later.
+        mesh: device mesh of all ranks: one dimension to shard, or two to replicate and shard; shards move to the
+            device.
+        dtype: dtype of gathered weights and matrix products; shards and reduced gradients keep the model's. None: the
+            model's dtype.
+        keeps_weights: keep gathered weights for the entire step instead of resharding after each layer.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # Summed in fp32: over many ranks bf16 would round small gradients away.
+    # Reduced in fp32: over many ranks, bf16 would round small gradients away.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     if dtype is not None:
         for frozen in (parameter for parameter in model.parameters() if not parameter.requires_grad):
-            frozen.data = frozen.data.to(dtype)  # nothing updates it, so that nothing needs it more precise
-    # Layers first: the root gets the remaining parameters.
+            frozen.data = frozen.data.to(dtype)  # never updated, so it needs no higher precision
+    # Layers first; the root gets the remaining parameters.
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_weights)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,4 +1,4 @@
-"""Decide which micro-batches of a run are offloaded: those that would not fit otherwise."""
+"""Decides which micro-batches offload activations: those that would not fit otherwise."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from fcp_cli.runtime import ActivationOffload
 
 
 def open_offload(recipe: Recipe, model: str, metadata: PlanMetadata, device: torch.device) -> ActivationOffload | None:
-    """Return the offloader of a run's activations; None if its recipe keeps them on the device.
+    """Return the activation offloader of a run, or None if the recipe does not offload.
 
     Args:
-        recipe: the recipe of the run.
-        model: its name, as `load_model` takes it.
-        metadata: the metadata of the plan.
-        device: the device of this rank. On a CPU there is nowhere else to go: every micro-batch is offloaded, for the
-            sake of rehearsals.
+        recipe: recipe of the run.
+        model: model name for `load_model`.
+        metadata: plan metadata.
+        device: device of this rank. On a CPU, all micro-batches are offloaded, as a rehearsal.
     """
     if recipe.offload == "none":
         return None
@@ -42,9 +41,9 @@ def open_offload(recipe: Recipe, model: str, metadata: PlanMetadata, device: tor
 
 
 def describe_offload(above_tokens: int, recipe: Recipe, model: str, metadata: PlanMetadata) -> str:
-    """Return which micro-batches are offloaded and, if the plan's cost profile has it, the cost of the longest."""
-    longer = f" of more than {above_tokens} tokens a rank" if above_tokens else ""
-    words = f"the inputs of layers wait in the host's memory, in micro-batches{longer}"
+    """Describe which micro-batches are offloaded and, if the profile can price it, the cost of the longest."""
+    longer = f" of more than {above_tokens} tokens per rank" if above_tokens else ""
+    words = f"layer inputs are offloaded to host memory in micro-batches{longer}"
     if not metadata.cost_profile:
         return words
     spec, tokens = load_model(model), metadata.tokens_per_rank
@@ -61,6 +60,6 @@ def describe_offload(above_tokens: int, recipe: Recipe, model: str, metadata: Pl
 
 
 def tokens_without_offload(recipe: Recipe, model: str, metadata: PlanMetadata, place: JobRanks) -> int:
-    """Return the most tokens of a micro-batch that a rank can hold with all activations on its device."""
+    """Return the maximum tokens per rank of a micro-batch whose activations all stay on the device."""
     memory = place.memory(load_model(model), replace(recipe, offload="none"), metadata.sync)
     return memory.tokens(place.capacity_bytes)

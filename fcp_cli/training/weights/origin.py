@@ -1,4 +1,4 @@
-"""The run's copy of its initial checkpoint's files, except weights, to resume and export when the original is gone."""
+"""The run's copy of its initial checkpoint without weights, for resuming and exporting if the original is gone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NAMES = "tensor-names.json"
 
 
 def keep_origin(target: Path, *, model: str, source: Path, names: Mapping[str, str]) -> None:
-    """Copy configuration, tokenizer and processor of a checkpoint. One rank calls it, at the start of a run.
+    """Copy configuration, tokenizer and processor of a checkpoint. Called by one rank at the start of a run.
 
     Args:
-        target: the folder to make.
-        model: the model, as it was named; if that is a folder or a config.json, its configuration counts.
-        source: the checkpoint that training begins with.
-        names: the checkpoint's name of each tensor, as `match_weights` returned them.
+        target: folder to create.
+        model: model as named; if it is a folder or a config.json, that configuration is copied.
+        source: initial checkpoint.
+        names: checkpoint name of each tensor, from `match_weights`.
     """
     given = Path(model)
     config = given / "config.json" if given.is_dir() else given
@@ -33,7 +33,7 @@ def keep_origin(target: Path, *, model: str, source: Path, names: Mapping[str, s
 
 
 def kept_names(origin: Path) -> dict[str, str] | None:
-    """Return the names that a run's tensors had in the checkpoint it began from; None: it began from none."""
+    """Return the checkpoint names of a run's tensors, or None if it had no initial checkpoint."""
     path = origin / _NAMES
     if not path.is_file():
         return None

@@ -1,10 +1,9 @@
-"""Save checkpoints asynchronously: state is copied to the host, and a thread writes the copy.
+"""Saves checkpoints asynchronously: the state is copied to the host, and a thread writes the copy.
 
-A checkpoint is a folder that exists whole or not at all. Ranks write into a hidden one; it gets its name from rank 0
-once every rank has reported that its files are on disk, which it does in the exchange at the end of each step
-(`trainer.tell_all`), so that no thread ever takes part in a collective. Then rank 0 gathers the checksums of all files
-into `checkpoint.json`. Killed at any moment, a run keeps the
-checkpoints before.
+Checkpoint folders appear atomically: ranks write into a hidden folder, which rank 0 renames once all ranks report that
+their files are on disk. They report in the exchange at the end of each step (`trainer.tell_all`), so no thread takes
+part in a collective. Before the rename, rank 0 gathers the checksums of all files into `checkpoint.json`. A run killed
+at any moment keeps its earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ _PARTIAL: Final = ".partial"
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of a run; every rank has one, and all call the same methods in the same order.
+    """Saves a run's checkpoints; all methods must be called by all ranks in the same order.
 
     Args:
-        folder: the folder of the checkpoints; all ranks share it.
-        rank: the rank of this process.
+        folder: checkpoint folder, shared by all ranks.
+        rank: rank of this process.
         barrier: waits for all ranks.
-        gather: returns the texts of all ranks to each of them.
-        keep: the newest so many stay.
-        in_background: return from `save` once the state is copied.
-        saved: called on rank 0 with folder and step of each checkpoint, once it is whole.
+        gather: all-gathers a text.
+        keep: number of newest checkpoints to keep.
+        in_background: whether `save` returns once the state is copied.
+        saved: called on rank 0 with folder and step of each complete checkpoint.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class CheckpointSaver:
         self._pending: _Writing | None = None
 
     def save(self, header: CheckpointHeader, state: TrainState) -> None:
-        """Save the state of a finished step, once the checkpoint before is whole."""
+        """Save the state of a finished step, after the previous checkpoint is complete."""
         self.finish()
         final = self._folder / f"{PREFIX}{header.step:08d}"
         partial = self._folder / f".{final.name}{_PARTIAL}"
@@ -76,7 +75,7 @@ class CheckpointSaver:
                 partial.mkdir(parents=True)
         except OSError as error:
             raise _cannot_write(final, error) from error
-        self._barrier()  # no rank writes into a folder that rank 0 has yet to empty
+        self._barrier()  # rank 0 must empty the folder first
         captured = capture(state, header, rank=self._rank)
         # Copy tensors that the next step may change while they are written, or that are on a device.
         if self._in_background or state.device.type != "cpu":
@@ -88,11 +87,11 @@ class CheckpointSaver:
 
     @property
     def is_writing(self) -> bool:
-        """Return whether files of this rank are not on disk yet."""
+        """Whether this rank is still writing files."""
         return self._pending is not None and not self._pending.is_done()
 
     def publish(self) -> None:
-        """Publish the checkpoint that all ranks have written, if any. Every rank calls it after its write ended."""
+        """Publish the checkpoint that all ranks have written, if any. Collective; called after all writes ended."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -108,11 +107,11 @@ class CheckpointSaver:
         self._saved(pending.final, pending.header.step)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole."""
+        """Wait until the pending checkpoint is complete."""
         if self._pending is None:
             return
         self._pending.wait()
-        self._barrier()  # every file is whole before the folder gets its name
+        self._barrier()  # all files must be complete before the rename
         self.publish()
         self._barrier()
 
@@ -130,7 +129,7 @@ class _Writing:
         self._error: BaseException | None = None
 
     def start(self, captured: Captured) -> None:
-        # A daemon: a run that fails does not wait for a checkpoint that would never be used.
+        # A daemon thread: a failed run does not wait for a checkpoint that is never used.
         self._thread = Thread(target=self._write, args=(captured,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -156,9 +155,9 @@ class _Writing:
 
 
 class _HostCopies:
-    """Memory of the host that the states of all checkpoints are copied to, pinned if they come from a device.
+    """Host memory for state copies, pinned for copies from a device.
 
-    It is kept from one checkpoint to the next: pinning is slow, and a run that has saved once can save again.
+    Reused for all checkpoints: pinning is slow, and so a run that has saved once can save again.
     """
 
     def __init__(self) -> None:
@@ -166,7 +165,7 @@ class _HostCopies:
         self._device: torch.device | None = None
 
     def of(self, captured: Captured) -> Captured:
-        """Return copies; those of a device are there when its stream has come so far (`event`)."""
+        """Copy tensors; copies from a device are complete once `event` has completed."""
         tensors = {
             file: {name: self._copy((file, name), tensor) for name, tensor in held.items()}
             for file, held in captured.tensors.items()
@@ -184,7 +183,7 @@ class _HostCopies:
         return kept.copy_(tensor, non_blocking=on_device)
 
     def event(self) -> Any:
-        """Return an event that completes with the copies; None: complete. The next update waits for it."""
+        """Return an event that completes with the copies, or None; the next update waits for it."""
         if self._device is None:
             return None
         device = torch.get_device_module(self._device)
@@ -201,13 +200,13 @@ def _told_sums(texts: Iterable[str]) -> Iterator[tuple[str, FileSums]]:
 
 def _name_checkpoint(written: _Writing, sums: Mapping[str, FileSums]) -> None:
     write_text_atomically(written.partial / "checkpoint.json", replace(written.header, files=sums).text())
-    # The folder's files are flushed to disk: the rename makes it a checkpoint.
+    # All files have been flushed to disk; the rename publishes the checkpoint.
     replaced = written.partial.with_name(f".{written.final.name}.replaced{_PARTIAL}")
-    if written.final.exists():  # the same step, saved by the run that this one was resumed from
+    if written.final.exists():  # the same step, saved before this run was resumed
         written.final.rename(replaced)
     written.partial.rename(written.final)
     shutil.rmtree(replaced, ignore_errors=True)
-    with suppress(OSError):  # some file systems flush no folders
+    with suppress(OSError):  # some file systems cannot flush folders
         flush_to_disk(written.final.parent)
 
 
@@ -217,7 +216,7 @@ def _cannot_write(path: Path, error: OSError) -> RunError:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the remains of a save that was killed. One rank calls it, at the start of a run."""
+    """Remove remains of a killed save. Called by one rank at the start of a run."""
     for leftover in folder.glob(f".{PREFIX}*{_PARTIAL}"):
         with suppress(OSError):
             shutil.rmtree(leftover)

@@ -1,4 +1,4 @@
-"""How ranks hold the weights that the bundled trainer trains: whole on every rank, or sharded with FSDP2."""
+"""How ranks hold the weights trained by the bundled trainer: as replicas, or sharded with FSDP2."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients import GradientSync
 from fcp_cli.training.weights.shares import Shares, rows_each
 
-# Of torch 2.13; the names that older ones have are deprecated.
+# Names since torch 2.13, in which the older ones are deprecated.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_BUCKET_NUMBERS = 8 << 20  # 32 MiB in fp32: large enough to fill a link, small enough for a copy
+_BUCKET_NUMBERS = 8 << 20  # 32 MiB in fp32: large enough to saturate a link, small enough to copy
 
 
 class ShardedWeights(Protocol):
-    """A model's weights as one rank holds them.
+    """A model's weights on a rank.
 
     Attributes:
-        shares: this rank's part of the weights that are saved and updated.
-        weights: name -> that part of each parameter, in the precision of the optimizer.
-        trained: those of them that the optimizer updates.
-        followed: module or wrapper whose gradients `Session.steps` reduces.
+        shares: this rank's shard of saved and updated weights.
+        weights: that shard of each parameter by name, in the optimizer's precision.
+        trained: those that the optimizer updates.
+        followed: module or gradient sync that `Session.steps` reduces.
     """
 
     shares: Shares
@@ -39,16 +39,16 @@ class ShardedWeights(Protocol):
     def followed(self) -> nn.Module | GradientSync: ...
 
     def gather(self, *, frozen: bool = False) -> None:
-        """Copy the weights that the optimizer updated, or a checkpoint loaded, to the model on all ranks.
+        """Copy weights updated by the optimizer, or loaded from a checkpoint, to the model on all ranks.
 
         Args:
-            frozen: weights that are not trained, too.
+            frozen: whether to include frozen weights.
         """
         ...
 
 
 class ShardedModel:
-    """A model that FSDP2 shards: the optimizer updates its parameters."""
+    """A model sharded with FSDP2: the optimizer updates its parameters."""
 
     def __init__(self, model: nn.Module, shares: Shares) -> None:
         self.shares = shares
@@ -57,18 +57,18 @@ class ShardedModel:
         self.followed = model
 
     def gather(self, *, frozen: bool = False) -> None:
-        """Do nothing: FSDP2 gathers the weights before they are used."""
+        """Do nothing: FSDP2 gathers weights on use."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Weight:
-    """One parameter of a replica.
+    """A parameter of a replica.
 
     Attributes:
-        parameter: the parameter of the model, whole.
-        updated: tensor that the optimizer updates: itself, rows of the same memory, or an fp32 copy.
-        rows: the rows of each share.
-        gradient: summed so far in fp32, if the parameter's own type is too coarse for sums.
+        parameter: the model's parameter, unsharded.
+        updated: tensor that the optimizer updates: the parameter itself, a view of its rows, or an fp32 copy.
+        rows: rows per shard.
+        gradient: gradient accumulated in fp32, if the parameter's dtype is too coarse.
     """
 
     parameter: nn.Parameter
@@ -78,22 +78,21 @@ class _Weight:
 
     @property
     def share_numbers(self) -> int:
-        """Return the numbers of a share, with padding at the end."""
+        """Number of elements of a shard, including padding."""
         return self.rows * (self.parameter.numel() // max(len(self.parameter), 1))
 
 
 class Replica(GradientSync):
-    """A model whose weights every rank holds whole, under an optimizer that is whole, too, or shared out (ZeRO-1).
+    """A model replicated on every rank, with a replicated or sharded (ZeRO-1) optimizer.
 
-    Gradients are added up whole and in fp32 or better; after the rank's last micro-batch each share is summed over all
-    ranks and goes to the rank that updates it, whose weights are then sent to the others of its copy.
+    Gradients are accumulated unsharded, in fp32 or better. After the rank's last micro-batch, each shard is reduced
+    over all ranks to the rank that updates it, whose weights are then gathered by its replica.
 
     Args:
-        model: the model on the device, in fp32 or fp64, the same on all ranks; its weights start as rank 0's.
+        model: model on the device, in fp32 or fp64; weights are broadcast from rank 0.
         world: all ranks.
-        shares: the part that this rank's optimizer updates.
-        weight_dtype: the type that the model computes with; if it is not that of the model, the optimizer keeps master
-            weights.
+        shares: shard that this rank's optimizer updates.
+        weight_dtype: compute dtype; if it differs from the model's, the optimizer keeps master weights.
     """
 
     def __init__(self, model: nn.Module, world: World, shares: Shares, weight_dtype: torch.dtype | None = None) -> None:
@@ -118,7 +117,7 @@ class Replica(GradientSync):
         return self
 
     def _cut(self, parameter: nn.Parameter, dtype: torch.dtype | None) -> _Weight:
-        """Return the tensor that the optimizer updates for a parameter, which keeps its compute type."""
+        """Return the tensor to update for a parameter, which is converted to its compute dtype."""
         whole, own = parameter.data, self.shares.rows(len(parameter))
         rows = whole[own]
         if dtype is not None and dtype != whole.dtype:
@@ -126,31 +125,31 @@ class Replica(GradientSync):
             if not parameter.requires_grad:
                 rows = parameter.data[own]
             elif self.shares.count > 1:
-                rows = rows.clone()  # else the fp32 weights of other shares would stay, too
+                rows = rows.clone()  # else other shards' fp32 weights would stay allocated
         is_whole = self.shares.count == 1 and rows.dtype == parameter.dtype
         updated = parameter if is_whole else nn.Parameter(rows, requires_grad=parameter.requires_grad)
         return _Weight(parameter=parameter, updated=updated, rows=rows_each(len(parameter), self.shares.count))
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Give each updated weight its gradient, summed over all ranks; the model's own gradients are freed."""
+        """Set the reduced gradient of each updated weight, and free the model's gradients."""
         wanted = self._present_anywhere()
         for bucket in self._messages:
             self._reduce(bucket)
         for weight, has_gradient in zip(self._trained, wanted, strict=True):
             if not has_gradient:
-                weight.updated.grad = None  # as in one process, so that the optimizer skips it
+                weight.updated.grad = None  # as in a single process, so that the optimizer skips it
 
     def drop(self) -> None:
         for weight in self._trained:
             weight.updated.grad = None
 
     def _present_anywhere(self) -> list[bool]:
-        """Return for each weight whether a rank has a gradient of it."""
+        """Return for each weight whether any rank has a gradient."""
         present = [_gradient(weight) is not None for weight in self._trained]
         counts = torch.tensor(present, dtype=torch.float32).to(self._trained[0].parameter.device, non_blocking=True)
         self._world.all_reduce_sum(counts)
-        # Reading the counts waits for the device, so only a rank that misses a gradient does.
+        # Reading the counts synchronizes with the device, so only ranks with missing gradients do it.
         return present if all(present) else (counts > 0).tolist()
 
     def _reduce(self, bucket: Sequence[_Weight]) -> None:
@@ -170,7 +169,7 @@ class Replica(GradientSync):
             offset += weight.share_numbers
 
     def _flat_gradients(self, bucket: Sequence[_Weight]) -> Tensor:
-        """Return a bucket's gradients, flat, share after share, and free them; each share is a message."""
+        """Flatten and free a bucket's gradients, shard after shard; each shard is a message."""
         count = self.shares.count
         only = _gradient(bucket[0])
         if len(bucket) == 1 and only is not None and only.is_contiguous() and len(only) % count == 0:
@@ -198,7 +197,7 @@ class Replica(GradientSync):
             self._gather_bucket(bucket, self.shares.shard_group)
 
     def _gather_bucket(self, bucket: Sequence[_Weight], group: dist.ProcessGroup) -> None:
-        """All-gather the rows that each rank updated into the weights of the forward."""
+        """All-gather the updated rows into the forward weights."""
         count, first = self.shares.count, bucket[0].parameter
         if len(bucket) == 1 and len(first) % count == 0:
             _all_gather(first.data, bucket[0].updated.to(first.dtype), group=group)
@@ -218,7 +217,7 @@ class Replica(GradientSync):
 
 
 def _accumulate_into(weight: _Weight) -> Callable[[Tensor], None]:
-    """Return a hook that adds a gradient up in the optimizer's precision, as soon as autograd has it."""
+    """Return a hook that accumulates a gradient in the optimizer's precision as soon as it is computed."""
 
     def accumulate(parameter: Tensor) -> None:
         if parameter.grad is None:
@@ -243,7 +242,7 @@ def _take_gradient(weight: _Weight) -> Tensor | None:
 
 
 def _shares_of(whole: Tensor, flat: Tensor, offset: int, weight: _Weight) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the positions of a tensor's shares in flat [shares, numbers], and those shares, in equal shapes."""
+    """Yield (slice of flat [shards, elements], shard of the tensor) pairs of equal shape."""
     size = weight.share_numbers
     full = len(whole) // weight.rows
     yield flat[:full, offset : offset + size], whole[: full * weight.rows].view(full, size)
@@ -253,7 +252,7 @@ def _shares_of(whole: Tensor, flat: Tensor, offset: int, weight: _Weight) -> Ite
 
 
 def _buckets(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
-    """Yield weights that travel in one message: a large one as a single view; small ones of one type together."""
+    """Yield weights per message: a large one alone as a view, small ones of equal dtypes together."""
     small: dict[tuple[torch.dtype, torch.dtype], list[_Weight]] = {}
     for weight in weights:
         if weight.parameter.numel() >= _BUCKET_NUMBERS:

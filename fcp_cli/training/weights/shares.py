@@ -1,4 +1,4 @@
-"""Shard groups: the ranks that share one copy of sharded tensors, and the ranks that hold equal copies."""
+"""Shard and replica groups of ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from fcp_cli.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """This rank's place among the ranks of a job.
+    """This rank's shard and replica.
 
     Attributes:
-        index: the index of the share that this rank keeps.
-        count: shares that make up one copy; 1: every rank keeps everything.
-        copy: index of this rank's copy; 0 on the ranks of the first.
-        mesh: the mesh of all ranks, for `fully_shard`: `shard`, or `replicate` and `shard`; None if nothing is shared
-            out.
+        index: shard index of this rank.
+        count: number of shards per replica; 1: not sharded.
+        copy: replica index of this rank.
+        mesh: device mesh for `fully_shard`, with dimension `shard`, or `replicate` and `shard`; None if not sharded.
     """
 
     index: int = 0
@@ -29,29 +28,29 @@ class Shares:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that keep one copy between them; None if this rank keeps a whole copy."""
+        """Ranks of this replica; None if not sharded."""
         return None if self.mesh is None else self.mesh.get_group("shard")
 
     @property
     def copy_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that keep the same share of other copies; None if there is one copy."""
+        """Ranks with the same shard in all replicas; None if there is one replica."""
         if self.mesh is None:
             return dist.group.WORLD
         return self.mesh.get_group("replicate") if "replicate" in (self.mesh.mesh_dim_names or ()) else None
 
     def rows(self, total: int) -> slice:
-        """Return the rows of a tensor's `total` that this rank keeps, cut as `fully_shard` does: fewer at the end."""
+        """Return this rank's rows out of `total`, split like `fully_shard`: the last shards may have fewer."""
         each = rows_each(total, self.count)
         return slice(min(self.index * each, total), min((self.index + 1) * each, total))
 
 
 def rows_each(total: int, count: int) -> int:
-    """Return how many rows a share has, but the last ones, which may have fewer or none."""
+    """Return the rows per shard; the last shards may have fewer or none."""
     return -(-total // count)
 
 
 def open_shares(recipe: Recipe, *, rank: int, ranks: int, device_type: str) -> Shares:
-    """Make the process groups that a recipe needs. Every rank calls it; ranks next to each other share a copy."""
+    """Create the process groups for a recipe; consecutive ranks form a replica. Collective."""
     if recipe.zero_stage == 0:
         return Shares(copy=rank)
     count = recipe.shards(ranks)

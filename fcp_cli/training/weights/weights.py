@@ -1,8 +1,8 @@
-"""Reads the weights of a Hugging Face checkpoint into a model, and writes such a checkpoint from one.
+"""Loads weights of a Hugging Face checkpoint into a model, and exports a model as such a checkpoint.
 
-Both work on replicas and on models sharded with `fully_shard`, tensor by tensor: a rank reads the rows that it holds,
-out of mapped files, and writes the tensors of its own files, so that no rank ever holds the whole model in host memory.
-Files are only safetensors, which cannot hold code.
+Both work tensor by tensor on replicas and on models sharded with `fully_shard`: a rank reads its rows from
+memory-mapped files and writes its own files, so that no rank ever holds the full model in host memory. Files are
+safetensors, which cannot run code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.models.weights import INDEX, SINGLE, WeightFiles, opened_file
 from fcp_cli.words import counted
 
-# Files that an export copies with the weights: everything that transformers and vLLM read of tokenizer and processor.
+# Files copied on export: everything that transformers and vLLM read for tokenizer and processor.
 _COMPANIONS: Final = (
     "generation_config.json",
     "tokenizer.json",
@@ -42,7 +42,7 @@ _COMPANIONS: Final = (
 
 
 def match_weights(model: nn.Module, weights: WeightFiles) -> dict[str, str]:
-    """Return the checkpoint's name of each parameter and saved buffer of a model."""
+    """Return the checkpoint name of each parameter and saved buffer of a model."""
     live = _live_tensors(model)
     names = _checkpoint_names(model, weights, live)
     missing = [name for name in live if name not in names]
@@ -55,30 +55,30 @@ def match_weights(model: nn.Module, weights: WeightFiles) -> dict[str, str]:
 
 
 def load_weights(model: nn.Module, weights: WeightFiles, names: Mapping[str, str]) -> None:
-    """Copy a checkpoint's weights into a model, in the model's own types; each rank reads the rows that it holds.
+    """Copy a checkpoint's weights into a model, converted to its dtypes; each rank reads its rows.
 
     Args:
-        model: a transformers model, plain or sharded by rows; its parameters are on a device, not `meta`.
-        weights: the weights, as found by `find_weights`.
-        names: the names, as `match_weights` returned them.
+        model: transformers model, plain or sharded by rows, not on `meta`.
+        weights: from `find_weights`.
+        names: from `match_weights`.
     """
     with ExitStack() as stack, torch.no_grad():
         opened = {
             file: stack.enter_context(opened_file(file, framework="pt")) for file in sorted(set(weights.files.values()))
         }
         for name, tensor in _live_tensors(model).items():
-            if name in names:  # adapters are of the run, not of the checkpoint
+            if name in names:  # adapters are not in the checkpoint
                 _copy_rows(opened[weights.files[names[name]]].get_slice(names[name]), tensor, names[name], weights)
 
 
 def unexpected_weights(names: Mapping[str, str], weights: WeightFiles, model: nn.Module) -> list[str]:
-    """Return the checkpoint's tensors that the model has no place for, without second names of tied ones."""
+    """Return the checkpoint's tensors that the model lacks, without aliases of tied weights."""
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return sorted(set(weights.files) - set(names.values()) - tied)
 
 
 def describe_unexpected(names: Sequence[str], weights: WeightFiles) -> str | None:
-    """Return the treatment of such tensors, to follow the model's name; None without any."""
+    """Describe such tensors, to follow the model's name; or None."""
     if not names:
         return None
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -89,14 +89,14 @@ def describe_unexpected(names: Sequence[str], weights: WeightFiles) -> str | Non
 
 
 def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters, a tied one once, and the buffers that a checkpoint holds."""
+    """Return the parameters (tied ones once) and saved buffers."""
     saved = model.state_dict(keep_vars=True).keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters()), **buffers}
 
 
 def _checkpoint_names(model: nn.Module, weights: WeightFiles, live: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the checkpoint's name of each live tensor, as transformers renames tensors of older versions."""
+    """Return the checkpoint name of each live tensor, with transformers' renaming of older checkpoints."""
     rename = _renaming(model)
     found = {rename(name): name for name in weights.files}
     aliases = _aliases(model)
@@ -108,7 +108,7 @@ def _checkpoint_names(model: nn.Module, weights: WeightFiles, live: Mapping[str,
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return all names of each parameter by its first one: tied weights have several."""
+    """Return all names of each parameter by its first name: tied weights have several."""
     by_tensor: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(parameter), []).append(name)
@@ -116,7 +116,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _renaming(model: Any) -> Callable[[str], str]:
-    """Return the function from a checkpoint's name of a tensor to the model's."""
+    """Return a function from checkpoint names to model names."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -154,7 +154,7 @@ def _copy_rows(stored: Any, tensor: Tensor, name: str, weights: WeightFiles) -> 
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, range]:
-    """Return the part of a tensor that this rank holds, and which rows of the whole it is."""
+    """Return this rank's part of a tensor, and its row range."""
     if not isinstance(tensor, DTensor):
         return tensor, range(tensor.shape[0] if tensor.dim() else 1)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -174,16 +174,16 @@ def export_model(
     names: Mapping[str, str] | None = None,
     source: Path | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint; every rank calls it, and all see `folder`. It exists whole or as it was.
+    """Write a Hugging Face checkpoint to a shared folder, atomically. Collective.
 
     Args:
-        model: a transformers model, plain or sharded by rows.
-        folder: the folder to write.
-        rank, num_ranks: the rank and number of ranks of this process; rank r writes the r-th of the files.
+        model: transformers model, plain or sharded by rows.
+        folder: output folder.
+        rank, num_ranks: rank of this process and number of ranks; rank r writes file r.
         barrier: waits for all ranks.
-        dtype: the type of the weights in the files.
-        names: the names to give the tensors, as `match_weights` returned them; None: the model's own.
-        source: a folder whose tokenizer and processor go along.
+        dtype: dtype of the weights in the files.
+        names: tensor names from `match_weights`; None: the model's names.
+        source: folder whose tokenizer and processor are copied.
     """
     live = _live_tensors(model)
     names = names or {name: name for name in live}
@@ -199,15 +199,15 @@ def export_model(
 
 @contextmanager
 def published_folder(folder: Path, *, rank: int, barrier: Callable[[], None]) -> Iterator[Path]:
-    """Yield a folder that all ranks write into, and that takes another's place when the block ends on every rank."""
+    """Yield a folder for all ranks to write into, which replaces `folder` when the block ends on all ranks."""
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        barrier()  # no rank writes into a folder that rank 0 has yet to empty
+        barrier()  # rank 0 must empty the folder first
         yield partial
-        barrier()  # every file is whole before the folder gets its name
+        barrier()  # all files must be complete before the rename
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
@@ -217,7 +217,7 @@ def published_folder(folder: Path, *, rank: int, barrier: Callable[[], None]) ->
 
 
 def _shares(sizes: Mapping[str, int], num_ranks: int) -> list[list[str]]:
-    """Cut the tensors, in order, into at most one file a rank, of about equal bytes; none is empty."""
+    """Split tensors, in order, into at most one file per rank, of similar sizes; none is empty."""
     whole, shares, held = sum(sizes.values()), [[]], 0  # type: ignore[var-annotated]
     for name, size in sizes.items():
         if shares[-1] and held >= whole * len(shares) / num_ranks:
@@ -244,7 +244,7 @@ def _write_share(
     kept: dict[str, Tensor] = {}
     for writer, share in enumerate(shares):
         for name in share:
-            whole = whole_tensor(live[name])  # together: every rank has rows of it
+            whole = whole_tensor(live[name])  # collective: every rank has rows of it
             if writer == rank:
                 kept[names[name]] = whole.detach().to("cpu", dtype if whole.is_floating_point() else None, copy=True)
     if kept:
@@ -252,7 +252,7 @@ def _write_share(
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor with the rows of all ranks; together, if they hold rows of it."""
+    """Return the full tensor; collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -281,13 +281,13 @@ def _write_config(folder: Path, model: Any, dtype: torch.dtype) -> None:
 
 
 def copy_companions(source: Path | None, folder: Path) -> None:
-    """Copy tokenizer and processor of a checkpoint, if it has them."""
+    """Copy a checkpoint's tokenizer and processor files, if any."""
     for name in _COMPANIONS:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def _family_name(model: Any) -> str:
-    """Return the transformers class of a model, which `fully_shard` hides behind its own class."""
+    """Return the transformers class of a model, which `fully_shard` replaces by its own subclass."""
     kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
     return kinds[0].__name__
