@@ -1,5 +1,5 @@
-"""From a plan to a running job.
+"""Turns a plan into a running job.
 
-`request` holds the typed options; `resolve` makes one `Job` of it (`job/`), after the checks (`checks/`). A job runs
-here under `supervision/`, or is written as the files of one of the `targets/`, whose nodes start `node`.
+`request` defines the options; `resolve` builds a `Job` (`job/`) and runs checks (`checks/`). A job runs here under
+`supervision/`, or is written as files of a target (`targets/`), whose nodes start `node`.
 """

@@ -1,4 +1,4 @@
-"""Plans that do not exist yet: those that a dry run assumes, and those that a job's training loop will have made."""
+"""Metadata for plans that do not exist yet: assumed by a dry run, or requested later by the training loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
     """Return the metadata of the plan that `fcp plan` would make for a model.
 
     Args:
-        plan: the path that the plan would have.
-        model: shipped name, or a description.
-        ranks: the ranks, as given, else one per device: of this machine, or of the example cluster if it has none.
-        manifest: the manifest that it would be made from.
-        assumed: receives all of it, with the command that makes the plan.
+        plan: path of the plan.
+        model: shipped name or description.
+        ranks: number of ranks if given, else one per device of this machine, or of the example cluster.
+        manifest: manifest of the plan.
+        assumed: records the assumptions and the command that makes the plan.
     """
     from fcp_cli.planning.settings.problem_settings import computed_basis  # slow to import, rarely needed
     from fcp_cli.planning.settings.settings import ASSUMED_GLOBAL_BATCH_SIZE  # slow to import, rarely needed
@@ -56,17 +56,17 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
 
 
 def is_assumed(metadata: PlanMetadata) -> bool:
-    """Return whether there is no file behind it: a plan that was made has a hash."""
+    """Return whether there is no plan file: only a real plan has a hash."""
     return not metadata.plan_hash
 
 
 def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
-    """Return whether a job's training loop has its plan made: a script that runs here with hooks, without a plan.
+    """Return whether the training loop requests its plan: a script run here with hooks and without a plan.
 
     Args:
-        request: the request of the user.
-        target: the launch target of the job.
-        plan: the plan that would be followed if none is named.
+        request: the user's request.
+        target: launch target.
+        plan: default plan.
     """
     given = request.plan is not None or request.online or bool(request.manifest)
     if not request.program or given or plan.is_file():
@@ -77,7 +77,7 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
 def unplanned_job(
     request: LaunchRequest, find_machine: Callable[[], LocalDevices]
 ) -> tuple[PlanMetadata, PlanningWish, Callable[[], LocalDevices]]:
-    """Return the ranks of a job as metadata of a plan that is not made yet, its options, and its machine."""
+    """Return placeholder plan metadata with a job's ranks, its planning options, and its machine."""
     machine = find_machine()
     here = request.ranks if machine.device == "cpu" else machine.num_devices
     nodes = request.nodes or 1
@@ -89,6 +89,6 @@ def unplanned_job(
         )
     metadata = unmade_plan(ranks=ranks, ranks_per_node=max(1, ranks // nodes))
     profile, model = None if request.profile is None else str(request.profile.absolute()), request.model
-    if model is not None and Path(model).exists():  # every node finds a shipped name, or this path
+    if model is not None and Path(model).exists():  # valid on every node, like a shipped name
         model = str(Path(model).absolute())
     return metadata, PlanningWish(model=model, profile=profile), lambda: machine

@@ -1,4 +1,4 @@
-"""The Python program behind the words after `--`: console scripts on PATH, and commands that start ranks themselves."""
+"""Finds the Python program behind the words after `--`: console scripts on PATH, and commands that start ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.reading.documents import parse_yaml, read_text
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*$")
-# The module that a command starts on every rank, by the command and its first argument.
+# (Command, first argument) -> module that it starts on each rank.
 _STARTED_BY: Final = {
     **{(name, "train"): "llamafactory.launcher" for name in ("llamafactory-cli", "lmf", "llamafactory.cli")},
     **{(name, "train"): "axolotl.cli.train" for name in ("axolotl", "axolotl.cli.main")},
@@ -27,7 +27,7 @@ _STARTED_BY: Final = {
         for verb in ("dpo", "grpo", "kto", "reward", "rloo", "sft")
     },
 }
-# Options of those commands about their own launcher, each with a value.
+# Launcher options of those commands, each with a value.
 _OWN_OPTIONS: Final = frozenset({"--launcher", "--accelerate_config", "--num_processes"})
 _HEAD_BYTES: Final = 4096
 _LAUNCHERS: Final = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed", "msrun", "mpirun"})
@@ -72,7 +72,7 @@ def python_program(
 
 
 def _after_interpreter(first: str, rest: Sequence[str]) -> Sequence[str]:
-    """Return the script and arguments of `python -u ... SCRIPT ARGS`."""
+    """Return script and arguments of `python -u ... SCRIPT ARGS`."""
     at = 0
     while at < len(rest) and rest[at].startswith("-") and rest[at] != "-m":
         if rest[at] in ("-c", "-"):
@@ -84,7 +84,7 @@ def _after_interpreter(first: str, rest: Sequence[str]) -> Sequence[str]:
 
 
 def _without_launcher(name: str, words: Sequence[str], assumed: Assumptions) -> tuple[str, ...]:
-    """Return a launcher's program: from the first word that is a module of -m or a Python file."""
+    """Return a launcher's program: everything from the first `-m MODULE` or Python file."""
     for at, word in enumerate(words):
         if word in ("-m", "--module") and at + 1 < len(words) and not words[at + 1].startswith("-"):
             found = ("-m", *words[at + 1 :])
@@ -103,11 +103,11 @@ def _without_launcher(name: str, words: Sequence[str], assumed: Assumptions) -> 
 
 
 def _own_arguments(command: str, words: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments of a command without those about its launcher."""
+    """Return a command's arguments without launcher options."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:
-        if word == "--":  # axolotl: options of the launcher
+        if word == "--":  # axolotl: launcher options follow
             break
         if word in _OWN_OPTIONS:
             next(rest, None)
@@ -119,7 +119,7 @@ def _own_arguments(command: str, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _swift_settings(path: Path) -> list[str]:
-    """Return the options that ms-swift's command makes of a file of settings before it starts its module."""
+    """Return the options that ms-swift's command derives from a settings file."""
     settings = parse_yaml(read_text(path, error=UsageError), name=str(path), error=UsageError)
     if not isinstance(settings, dict):
         raise UsageError(f"{path} holds no settings, NAME: VALUE")
@@ -134,7 +134,7 @@ def _swift_settings(path: Path) -> list[str]:
 
 
 def _require_python(path: Path, python: str) -> None:
-    """Refuse a program that is not Python, or whose interpreter has other packages than the ranks."""
+    """Raise UsageError if a program is not Python, or uses another environment than the ranks."""
     if path.suffix == ".py":
         return
     head = _head(path)
@@ -156,12 +156,12 @@ def _require_python(path: Path, python: str) -> None:
 
 
 def _interpreter(head: bytes) -> str | None:
-    """Return the Python of a script's first lines, a path or a name; None for other programs."""
+    """Return the Python interpreter in a script's shebang, or None."""
     line, _, rest = head.partition(b"\n")
     if not line.startswith(b"#!"):
         return None
     words = line[2:].decode(errors="replace").split()
-    if words and Path(words[0]).name == "sh":  # pip's form for long paths: '''exec' "/long/python" "$0" "$@"
+    if words and Path(words[0]).name == "sh":  # pip's shebang for long paths: '''exec' "/long/python" "$0" "$@"
         words = rest.partition(b"\n")[0].decode(errors="replace").replace("'''exec'", "").split('"')[1:2]
     elif words and Path(words[0]).name == "env":
         words = [word for word in words[1:] if not word.startswith("-")]

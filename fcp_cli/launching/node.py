@@ -1,7 +1,7 @@
-"""Started on its node by a generated script or a container: runs and watches the launcher's command after `--`.
+"""Runs and monitors the launcher's command after `--` on a node; started by a generated script or container.
 
-The same code as behind `fcp launch` on one machine: SIGINT, SIGTERM and SIGHUP let the ranks finish their step, local
-rank 0 of node 0 is shown, a failed rank is named with its last words, and no process stays behind.
+Same behaviour as `fcp launch` on one machine: SIGINT, SIGTERM and SIGHUP let ranks finish their step, local rank 0 of
+node 0 is shown, a failed rank is reported with its last output, and no process is left behind.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fcp_cli.runs.ownership import Ownership, own
 from fcp_cli.runs.record import write_record
 from fcp_cli.runs.summary import closing_line
 
-_GRACE_SECONDS = 280  # Slurm is asked to send SIGTERM 300 seconds before it ends the job
-_STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by Slurm's script, which makes the file when it receives that signal
-_RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"  # set by Slurm from the second start of a job on
+_GRACE_SECONDS = 280  # Slurm sends SIGTERM 300 seconds before the end of the job
+_STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by the Slurm script, which creates the file on that signal
+_RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"  # set by Slurm from the second start of a job
 _TRAINER = "fcp_cli.training.train"
-_OWNER_SECONDS = 1.5 * STALE_SECONDS  # an owner on another node is known to be gone by then
-_LOOK_UP_SECONDS = 5.0  # a resolver under the load of a whole job's start may fail for a moment
+_OWNER_SECONDS = 1.5 * STALE_SECONDS  # after this, an owner on another node counts as gone
+_LOOK_UP_SECONDS = 5.0  # the resolver may fail briefly when an entire job starts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 if it failed, 128 + the signal that stopped it."""
+    """Run the command; return 0, 1 if it failed, or 128 + the signal that stopped it."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
     command = words[at + 1 :]
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _own(run_dir: Path) -> Ownership:
-    """Own the run folder; a start that Slurm has ended on another node may seem to run for a while."""
+    """Own the run directory; an earlier Slurm start on another node may seem alive for a while."""
     batch_job = os.environ.get("SLURM_JOB_ID", "")
     return own(
         run_dir,
@@ -94,7 +94,7 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
         paths = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE]))
         owner = owned.enter_context(_own(paths.run_dir))
         _write_record(paths, Path(environment[PLAN_VARIABLE]), options.record)
-        owner.ended, progress = "failed", RunProgress(paths, None)  # the ranks show their steps themselves
+        owner.ended, progress = "failed", RunProgress(paths, None)  # ranks show their own steps
     outcome = run_command(
         command,
         environment=environment,
@@ -116,9 +116,9 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
 
 
 def _resumed(command: Sequence[str]) -> Sequence[str]:
-    """Return the bundled trainer's command with --resume if Slurm has started this job before.
+    """Add --resume to the bundled trainer's command if Slurm has started this job before.
 
-    The trainer then continues from the newest checkpoint, or starts over if there is none.
+    The trainer continues from the newest checkpoint, or starts over if there is none.
     """
     restarts = os.environ.get(_RESTARTS_VARIABLE, "")
     is_restart = restarts.isdecimal() and int(restarts) > 0
@@ -128,7 +128,7 @@ def _resumed(command: Sequence[str]) -> Sequence[str]:
 
 
 def _require_address(name: str) -> None:
-    """Say so if this node cannot find node 0 by its name: torchrun would after minutes, and in its own log."""
+    """Report early if node 0's name cannot be resolved: torchrun would take minutes, and report it only in its log."""
     end = time.monotonic() + _LOOK_UP_SECONDS
     while reason := resolution_problem(name):
         if time.monotonic() > end:
@@ -142,7 +142,7 @@ def _require_address(name: str) -> None:
 
 
 def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
-    """Write the plan that the job actually follows, and the versions installed in its environment."""
+    """Record the job's actual plan and the versions in its environment."""
     paths.run_dir.mkdir(parents=True, exist_ok=True)
     write_record(paths.run_dir, plan, PlanReader(plan).metadata)
     if launch is not None:
@@ -153,22 +153,22 @@ def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
-    # Only the node itself knows its interface towards node 0, so the job's files cannot name it.
+    # Set here, since only the node knows its interface towards node 0.
     interface = interface_towards(options.master_addr) if options.interface_for else None
     own = {name: interface_value(name, interface) for name in options.interface_for} if interface else {}
-    # Slurm's proctrack/linuxproc signals torchrun, too, which asks its ranks to end, and kills them after this time.
+    # Slurm's proctrack/linuxproc also signals torchrun, which asks ranks to end and kills them after this time.
     found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_GRACE_SECONDS), **own, **os.environ}
-    # Whatever looks for `python` finds this one: msrun does.
+    # msrun looks for `python` on PATH: make it find this one.
     return {**found, "PATH": path_of_python(sys.executable, found.get("PATH", ""))}
 
 
 def _was_stopped(outcome: JobOutcome) -> bool:
-    """Return whether a signal stopped it here, or the ranks agreed to stop because another node received one."""
+    """Return whether a signal stopped it here, or ranks stopped because another node got one."""
     return outcome.agreed_to_stop or (outcome.stopped_by is not None and outcome.status != 0)
 
 
 def _report(outcome: JobOutcome, *, shows: bool) -> int:
-    """Print how it ended; return the exit status."""
+    """Print the outcome; return the exit status."""
     if _was_stopped(outcome):
         stopped_by = outcome.stopped_by or signal.SIGINT
         _print(f"error: stopped by {stopped_by.name}" if outcome.stopped_by else "error: stopped with the other nodes")
@@ -182,13 +182,13 @@ def _report(outcome: JobOutcome, *, shows: bool) -> int:
 
 
 def _print(message: str) -> None:
-    """Print in one piece: the nodes of a job share one terminal."""
+    """Print in a single write: nodes of a job share a terminal."""
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
 
 
 class _Lasting:
-    """A stream whose reader may go away: a closed connection must not end a step before its checkpoint."""
+    """A stream that ignores a closed connection, which must not end a step before its checkpoint."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Planning settings of a job that plans while it trains, from the options of `fcp launch --online`."""
+"""Planning settings for `fcp launch --online`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fcp_cli.planning.settings.recipe_search import unknown_lengths
 
 
 def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:
-    """Return the planning settings of a script's stream."""
+    """Return the planning settings for a script's stream."""
     if not request.program:
         raise UsageError(
             "--online is for a script of your own, given after --; the bundled trainer knows its lengths before: "

@@ -1,4 +1,4 @@
-"""The user's own program, as typed after `--`, and the launcher's program for it."""
+"""The user's program, as typed after `--`, and the launcher's program for it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from fcp_cli.launching.request import LaunchRequest
 
 
 def started_program(request: LaunchRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the launcher's program for the user's, and its arguments."""
+    """Return the launcher's program and arguments for the user's program."""
     program = _program(request)
     arguments = request.program[len(program) :]
     return (program, arguments) if request.inject == "none" else through_entry((*program, *arguments))
 
 
 def program_name(request: LaunchRequest) -> str:
-    """Return the name of its run directory."""
+    """Return the name for its run directory."""
     return Path(_program(request)[-1]).stem
 
 
 def is_mindspore(request: LaunchRequest) -> bool:
-    """Return whether the program is a script for MindSpore, whose ranks need no torch."""
+    """Return whether the program is a MindSpore script, whose ranks do not need torch."""
     return bool(request.program) and is_mindspore_script(Path(request.program[0]))
 
 
 def for_mindspore(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
-    """Omit the hooks: MindSpore's rendezvous is msrun's scheduler, a process that runs the script, too."""
+    """Disable injection: msrun's scheduler process also runs the script."""
     script = request.program[0]
     if request.launcher != "msrun":
         raise UsageError(f"{script} imports mindspore, whose ranks meet only under msrun; add --launcher msrun")

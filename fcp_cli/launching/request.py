@@ -1,4 +1,4 @@
-"""The options of `fcp launch` as one value, which `resolve` works with. Imports nothing heavy."""
+"""Options of `fcp launch`, for `resolve`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from fcp_cli.options import MOST_AHEAD, MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST
 from fcp_cli.training.settings import Device, TrainSettings
 
 Launcher: TypeAlias = Literal["torchrun", "msrun"]
-"""The program that starts the ranks of one node."""
+"""Program that starts the ranks of a node."""
 Inject: TypeAlias = Literal["entry", "env", "none"]
-"""The way to make a program follow the plan: started by the runtime's entry, by its environment, or not at all."""
+"""How a program is made to follow the plan: through the runtime's entry point, its environment, or not at all."""
 NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
-"""CPU binding of a rank by torchrun: cores of its NUMA node or socket, its share of them, or a shared cache."""
+"""torchrun's CPU binding: cores of a NUMA node or socket, an exclusive share, or cores with a shared cache."""
 LOCAL: Final = "local"
-"""The target of a job that runs on this machine."""
+"""Target for jobs on this machine."""
 
 STREAM_OPTIONS: Final = ("ahead", "stream_begins", "refit_every")
-"""Options of `--online` that its settings keep."""
+"""Options of `--online` stored in its settings."""
 
 CLUSTERS: Final = "On a cluster"
-"""Title of the options for a job that runs elsewhere."""
+"""Title of the options for cluster jobs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterOptions:
-    """The options for a job that runs elsewhere."""
+    """Options for cluster jobs."""
 
     target: Annotated[
         str | None,
@@ -121,12 +121,12 @@ class ClusterOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """The job as it was asked for; None is found out or assumed.
+    """Options of a launch; None is detected or assumed.
 
     Attributes:
-        program: a script and its arguments, or `-m`, a module and its arguments; empty: the bundled trainer.
-        training: settings of the bundled trainer that were given, by field of `TrainSettings`.
-        preflight, explain, json, output, force: actions in addition to or instead of the start.
+        program: script and arguments, or `-m`, module and arguments; (): the bundled trainer.
+        training: given settings of the bundled trainer, by field of `TrainSettings`.
+        preflight, explain, json, output, force: actions besides or instead of starting the job.
     """
 
     program: Annotated[

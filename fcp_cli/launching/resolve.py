@@ -1,4 +1,4 @@
-"""From typed options to a job: completes the request, checks it, and records its assumptions."""
+"""Resolves options to a job: completes and checks the request, and records assumptions."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launch
 
 DEFAULT_PLAN = Path("plan.parquet")
-# Settings of the recipe that a new plan decides; the trained part stays the same within a run.
+# Recipe settings determined by a new plan; the trained part is fixed within a run.
 _RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest)) - {"freeze_vision", "lora", "freeze"}
 
 
 def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], assumed: Assumptions) -> Job:
-    """Complete a request and check it; nothing is written.
+    """Complete and check a request; nothing is written.
 
     Args:
-        request: the request of the user.
-        find_machine: inspects this machine; called once the plan is known to be good, because it is slow.
-        assumed: receives the defaults.
+        request: the user's request.
+        find_machine: detects this machine; slow, so called after the plan has been verified.
+        assumed: records the defaults.
     """
     if request.resume and not request.program:
         request = _as_before(request, assumed)
@@ -84,7 +84,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
     job = _with_program(request, _placed(request, plan, metadata, find_machine, assumed), assumed)
     if online is not None or planning is not None:
         job = replace(job, online=online, planning=planning, plan=job.paths.plan)
-    # Only a node itself knows its interfaces; a machine that prints commands for others does not.
+    # Only a node knows its interfaces; a machine that prints commands for others does not.
     is_one_of_several = job.num_nodes > 1 and job.node_rank is not None
     interface = interface_towards(job.master_addr) if is_one_of_several else None
     variables = (
@@ -121,7 +121,7 @@ def _placed(
     find_machine: Callable[[], LocalDevices],
     assumed: Assumptions,
 ) -> Job:
-    """Return the job with its machines, and no program yet."""
+    """Return the job with its machines, but without a program."""
     target = choose_target(request.cluster)
     hosts = hosts_of(request.cluster, request.nodes)
     nodes = request.nodes
@@ -140,7 +140,7 @@ def _placed(
             "--nodes", num_nodes, f"the plan is for {planned}: its times between nodes do not hold on {here}"
         )
     node_rank = request.node_rank if request.dry_run and num_nodes > 1 else request.node_rank or 0
-    # torchrun finds a free port by itself. msrun needs one for its scheduler, and torch the next.
+    # torchrun finds a free port itself; msrun needs one for its scheduler, and torch the next.
     needs_ports = request.launcher == "msrun" and num_nodes == 1 and target == LOCAL
     return Job(
         plan=plan,
@@ -154,7 +154,7 @@ def _placed(
         hosts=hosts,
         master_addr=request.master_addr or (hosts[0] if hosts else ADDRESS_TO_FILL_IN),
         master_port=free_ports(request.master_port, count=2) if needs_ports else request.master_port,
-        # Nodes of a cluster's job start when the cluster has them, so they keep the launcher's own patience.
+        # Cluster nodes start when scheduled, so they keep the launcher's default timeout.
         join_timeout_seconds=request.join_timeout if target == LOCAL else None,
         rank_timeout_seconds=request.rank_timeout,
         attention_kernel=_attention_kernel(request, machine),
@@ -179,7 +179,7 @@ def _numa_binding(request: LaunchRequest) -> NumaBinding | None:
 
 
 def _with_program(request: LaunchRequest, job: Job, assumed: Assumptions) -> Job:
-    """Return the job with the bundled trainer or the user's own program, and its run directory."""
+    """Add the bundled trainer or the user's program, and the run directory, to a job."""
     if not request.program:
         settings = trainer_settings(request, job, assumed)
         return replace(
@@ -201,7 +201,7 @@ def _with_program(request: LaunchRequest, job: Job, assumed: Assumptions) -> Job
 
 
 def resolve_own_command(request: LaunchRequest) -> dict[str, str]:
-    """Check the plan for a command that starts the ranks itself, and return its environment."""
+    """Check the plan for a command that starts its own ranks; return its environment."""
     plan, metadata = _plan(replace(request, dry_run=False), Assumptions())
     check_ranks(plan, metadata, request.ranks, request.model)
     run_dir = run_dir_of(request, Path(request.program[0]).stem)
@@ -210,7 +210,7 @@ def resolve_own_command(request: LaunchRequest) -> dict[str, str]:
 
 
 def _probe_variables(request: LaunchRequest, run_dir: Path, metadata: PlanMetadata) -> tuple[Variable, ...]:
-    """Return the variable that requests the probe; empty for programs without hooks."""
+    """Return the probe variable; () for programs without hooks."""
     if not request.program or request.inject == "none":
         return ()
     return (probe_variable(request.probe, run_dir=run_dir, plan_hash=metadata.plan_hash, given=os.environ),)
@@ -223,10 +223,10 @@ def _machine(
     find_machine: Callable[[], LocalDevices],
     assumed: Assumptions,
 ) -> LocalDevices:
-    """Return this machine, unless the job is for others: a cluster, or a dry run of more ranks than this one holds."""
+    """Return this machine, or that of a cluster or of a dry run with more ranks than fit here."""
     if is_mindspore(request):
         find_machine = partial(find_machine_without_torch, request.device)
-    device = request.training.get("device", request.device)  # a resumed run keeps the one it had
+    device = request.training.get("device", request.device)  # a resumed run keeps its device
     if target == LOCAL:
         machine = find_machine()
         if not request.dry_run or device != "auto" or metadata.num_devices <= machine.most_ranks:
@@ -235,7 +235,7 @@ def _machine(
 
 
 def _as_before(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
-    """Keep the plan, the data, the model and the settings that a resumed run had, unless others are given."""
+    """Default plan, data, model and settings of a resumed run to its earlier ones."""
     run_dir = request.run_dir or latest_run_dir(request.model)
     if request.run_dir is None:
         assumed.assume("--run-dir", run_dir, "the run that was launched last")
@@ -245,7 +245,7 @@ def _as_before(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
             f"{run_dir} ran {' '.join(before.program)}, which resumes by its own means; launch it again after --"
         )
     training = recorded_settings(before.training, RunPaths(run_dir=run_dir).launch)
-    if request.plan is not None:  # another plan is of another recipe
+    if request.plan is not None:  # another plan brings its own recipe
         training = {name: value for name, value in training.items() if name not in _RECIPE_SETTINGS}
     return replace(
         request,
@@ -259,7 +259,7 @@ def _as_before(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
 
 
 def _plan(request: LaunchRequest, assumed: Assumptions) -> tuple[Path, PlanMetadata]:
-    """Return the plan that was named or lies here; a dry run does without one if the model is given."""
+    """Return the named or default plan; a dry run with a model works without one."""
     if request.plan is not None or DEFAULT_PLAN.is_file():
         plan = request.plan or DEFAULT_PLAN
         return plan, read_proven(plan)

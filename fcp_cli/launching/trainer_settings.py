@@ -1,4 +1,4 @@
-"""The settings of the bundled trainer: its model, its data and its run directory, as the plan has them unless given."""
+"""Settings of the bundled trainer: model, data and run directory, by default from the plan."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _PATHS: Final = (
     "weights",
     "eval_manifest",
     "eval_plan",
-)  # among the settings; a launch record holds them as text
+)  # path settings, stored as text in a launch record
 
 
 def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> TrainSettings:
-    """Complete the settings of the bundled trainer, and check that it can run.
+    """Complete the bundled trainer's settings, and check that it can run.
 
     Args:
-        request: the request of the user.
-        job: the job with its plan and machines.
-        assumed: receives the defaults.
+        request: the user's request.
+        job: job with plan and machines.
+        assumed: records the defaults.
     """
     plan, metadata = job.plan, job.metadata
     runs_here = job.target == LOCAL and not request.dry_run
@@ -86,7 +86,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> 
 
 
 def _model(given: str | None, metadata: PlanMetadata, assumed: Assumptions) -> str:
-    """Return the model that was named, else the one whose cost profile the plan was made with."""
+    """Return the named model, else that of the plan's cost profile."""
     planned = planned_profile(metadata).get("model")
     if given is None and planned is None:
         raise UsageError(
@@ -103,7 +103,7 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Assumptions) -> s
 
 
 def recorded_settings(training: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Return the settings in the record of a launch, if each is one of the trainer's and of its type."""
+    """Validate the trainer settings in a launch record."""
     of_paths = {Path: str, Path | None: str | None, tuple[Path, ...]: tuple[str, ...]}
     kinds = [(name, of_paths.get(kind, kind), None) for name, kind in get_type_hints(TrainSettings).items()]
     shape = make_dataclass("RecordedSettings", kinds, kw_only=True)
@@ -112,7 +112,7 @@ def recorded_settings(training: Mapping[str, Any], path: Path) -> Mapping[str, A
 
 
 def model_of_run(run_dir: Path, model: str | None) -> str | None:
-    """Return the model of a run that is resumed: the run's own copy of its configuration, if the original is gone."""
+    """Return a resumed run's model: its stored configuration if the original is gone."""
     kept = RunPaths(run_dir=run_dir).origin
     if model is None or not (kept / "config.json").is_file():
         return model
@@ -129,7 +129,7 @@ def _wants_random_weights(request: LaunchRequest) -> bool:
 
 
 def _weights(request: LaunchRequest, model: str, assumed: Assumptions) -> Path | None:
-    """Return the checkpoint to start from: as given, else the folder named as the model; None: random weights."""
+    """Return the initial checkpoint: as given, else the model's folder; None: random weights."""
     given, is_random = request.training.get("weights"), _wants_random_weights(request)
     folder = Path(model if given is None else given)
     if is_random or (given is None and not has_weights(folder)):
@@ -138,7 +138,7 @@ def _weights(request: LaunchRequest, model: str, assumed: Assumptions) -> Path |
                 "--weights", "random", "--weights FOLDER, or a checkpoint's folder as --model, starts from one"
             )
         return None
-    # A run with its own checkpoint reads that: the initial one may be gone.
+    # A resumed run reads its own checkpoint; the initial one may be gone.
     is_read = not (request.resume and request.run_dir and checkpoints(RunPaths(run_dir=request.run_dir).checkpoints))
     if is_read and importlib.util.find_spec("safetensors") is not None:
         find_weights(folder)
@@ -148,7 +148,7 @@ def _weights(request: LaunchRequest, model: str, assumed: Assumptions) -> Path |
 
 
 def _check_tokenizer(settings: TrainSettings) -> None:
-    """Refuse manifests whose tokens are not those of the checkpoint that is trained."""
+    """Raise RunError if a manifest's tokenizer differs from the trained checkpoint's."""
     from fcp_cli.training.data import check_tokenizer
 
     for manifest in filter(None, (*settings.manifest, settings.eval_manifest)):
@@ -157,7 +157,7 @@ def _check_tokenizer(settings: TrainSettings) -> None:
 
 
 def _evaluation(request: LaunchRequest) -> dict[str, Path]:
-    """Return the held-out rows and their plan, which are looked at before anything starts."""
+    """Return the held-out rows and their plan, validated before anything starts."""
     from fcp_cli.manifest.read import read_manifest
     from fcp_cli.manifest.tokens import open_media
     from fcp_cli.training.data import has_tokens
@@ -176,7 +176,7 @@ def _evaluation(request: LaunchRequest) -> dict[str, Path]:
 
 
 def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Assumptions) -> None:
-    """Note if the plan was priced with a trained encoder and the run's is frozen, or the other way round."""
+    """Note if plan and run differ in whether the vision encoder is frozen."""
     planned = (planned_profile(metadata).get("measurement") or {}).get("freeze_vision")
     if planned is not None and planned != settings.freeze_vision:
         kinds = ("a trained", "a frozen")
@@ -189,7 +189,7 @@ def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Assum
 
 
 def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Assumptions) -> tuple[Path, ...]:
-    """Return the manifest to read tokens through, or all that the plan mixes; none trains on random tokens."""
+    """Return the manifest(s) of the plan for reading tokens; () trains on random tokens."""
     from fcp_cli.manifest.tokens import open_media
     from fcp_cli.planning.batching.mixing import mixed_manifests, one_manifest
     from fcp_cli.training.data import has_tokens, require_texts
@@ -245,10 +245,10 @@ def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: Pl
 
 
 def run_dir_of(request: LaunchRequest, name: str) -> Path:
-    """Return the run directory that was named, else a new one of this name."""
+    """Return the named run directory, or a new one."""
     run_dir = request.run_dir or next_run_dir(name)
     paths = RunPaths(run_dir=run_dir)
-    may_exist = request.program or request.resume or request.node_rank  # node 0 may have begun before this one looks
+    may_exist = request.program or request.resume or request.node_rank  # node 0 may have started earlier
     if not may_exist and (paths.metrics.exists() or paths.checkpoints.exists()):
         raise RunError(f"{run_dir} already holds a run; continue it with --resume, or choose another --run-dir")
     return run_dir

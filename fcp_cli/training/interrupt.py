@@ -65,7 +65,7 @@ def _lost_a_rank() -> bool:
 
 
 def _end_by(number: signal.Signals) -> None:
-    """Kill this process by the signal's default action. Python can reset handlers in its main thread only."""
+    """Kill this process with a signal's default action; unlike Python's API, this works in any thread."""
     from ctypes import CDLL
 
     CDLL(None).signal(int(number), 0)

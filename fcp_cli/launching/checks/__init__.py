@@ -1,7 +1,7 @@
-"""The preflight: pure functions from a job and the facts of this machine to findings, each one line with its remedy.
+"""Preflight checks: pure functions from a job and facts of this machine to findings, each one line with its remedy.
 
-Errors stop the launch before anything starts; warnings are shown and the job runs. Faults that make a launch impossible
-to describe at all (no plan, an unknown model) raise earlier, in `preflight`.
+Errors stop the launch before anything starts; warnings are printed. Faults without which there is no job at all (no
+plan, an unknown model) raise earlier, in `preflight`.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _WAY_SECONDS = 10.0
 
 
 def check_launch(job: Job, facts: Facts) -> list[LaunchFinding]:
-    """Everything that is wrong, errors first."""
+    """Return all findings, errors first."""
     found = [finding for check in CHECKS for finding in check(job, facts)]
     return sorted(found, key=lambda finding: finding.severity)
 
 
 def collect_job_facts(job: Job) -> Facts:
-    """Collect the facts that the checks of a job judge."""
+    """Collect the facts that a job's checks need."""
     path = path_of_python(sys.executable, os.environ.get("PATH", "")) if job.launcher == "msrun" else None
     facts = collect_facts(machine=job.machine, added=job.environment, path=path, asks_torch=has_driver_files())
     if job.num_nodes == 1 or job.node_rank is None:
         return facts
     addresses = network.addresses_of(job.master_addr)
-    # Node 0 may not listen yet, but its machine must be there: no use to wait for one that is not.
+    # Node 0 may not listen yet, but must be reachable: it is useless to wait for a missing machine.
     looks_for_node_0 = job.node_rank > 0 and addresses
     # Under msrun, torch's rendezvous uses the port after the scheduler's.
     ports = (job.master_port, job.master_port + 1) if job.launcher == "msrun" else (job.master_port,)

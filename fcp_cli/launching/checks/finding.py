@@ -1,4 +1,4 @@
-"""The findings of the checks."""
+"""Findings of checks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fcp_cli.machine.facts import Facts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchFinding:
-    """A mistake and its remedy, in one line."""
+    """A problem and its remedy, in one line."""
 
     severity: Literal["error", "warning"]
     message: str
 
 
 def error(message: str) -> LaunchFinding:
-    """Make a finding that stops the launch."""
+    """Create a finding that stops the launch."""
     return LaunchFinding(severity="error", message=message)
 
 
 def warning(message: str) -> LaunchFinding:
-    """Make a finding that is shown, while the job runs."""
+    """Create a finding that is printed while the job runs."""
     return LaunchFinding(severity="warning", message=message)
 
 

@@ -1,4 +1,4 @@
-"""Checks that a rank's memory fits the device that is really there, and the table that shows it."""
+"""Checks that a rank fits into the memory of the actual device, and prints the memory table."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from fcp_cli.words import counted
 if TYPE_CHECKING:
     from rich.table import Table
 
-_LEAST_BYTES: Final = 5e6  # smaller items would show as 0.00 GB
+_LEAST_BYTES: Final = 5e6  # smaller items would round to 0.00 GB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobMemory:
-    """Memory of a rank of a job, and its limit.
+    """Memory of a job's rank, and its limit.
 
     Attributes:
-        spec, recipe: the description and recipe of the job.
-        rank: item by item.
-        tokens: the plan's token budget.
-        holders: ranks that share the capacity: on hosts all that run here, else one.
-        capacity_bytes: the memory of a device, or of the host; 0 if it is not known.
-        is_host: the ranks run on a host.
-        place: the place for the memory under other recipes.
-        plan_tokens, plan_bytes: the most tokens that a micro-batch of the plan gives a rank, and the most bytes that
-            one needs; 0 if the plan's rows were not read.
+        spec, recipe: model and recipe of the job.
+        rank: memory by item.
+        tokens: token budget of the plan.
+        holders: number of ranks that share the capacity: all ranks of a host, or 1.
+        capacity_bytes: memory of a device or of the host; 0 if unknown.
+        is_host: whether ranks run on CPUs.
+        place: ranks and capacity, to compute memory of other recipes.
+        plan_tokens, plan_bytes: maximum tokens per rank and bytes of a micro-batch in the plan; 0 if its rows were not
+            read.
     """
 
     spec: ModelSpec
@@ -68,7 +68,7 @@ class JobMemory:
 
     @property
     def items(self) -> dict[str, float]:
-        """Bytes of each item at the peak, of all ranks that share the capacity."""
+        """Peak bytes by item, of all ranks that share the capacity."""
         return {name: size * self.holders for name, size in self.rank.items(self.tokens).items()}
 
     @property
@@ -95,10 +95,10 @@ class JobMemory:
 
 
 def job_memory(job: Job, facts: Facts) -> JobMemory | None:
-    """Return the memory of a rank of a job; None if the model or the recipe is unknown.
+    """Return the memory of a job's rank; None if model or recipe is unknown.
 
-    Of a script they are those of the plan, unless --model names another model; on a host, where plans are tried with
-    other models than they are of, only --model names them.
+    For a script, they are the plan's unless --model is given. On a host, where plans are tried out with other models,
+    only --model counts.
     """
     metadata, device = job.metadata, job.machine.device
     recipe = metadata.recipe
@@ -135,7 +135,7 @@ def job_memory(job: Job, facts: Facts) -> JobMemory | None:
 def _most_bytes(
     job: Job, spec: ModelSpec, recipe: Recipe, place: JobRanks, rank: RankMemory, held: frozenset[int]
 ) -> float:
-    """Return the most bytes that a micro-batch of the plan needs; as needed, one of fewer tokens may need more."""
+    """Return the plan's maximum micro-batch bytes; with as-needed recomputation, fewer tokens may need more."""
     if not held:
         return 0.0
     levels = () if job.profile is None or job.metadata.phase == "forward" else job.profile.recompute_levels
@@ -147,7 +147,7 @@ def _most_bytes(
 
 
 def place_of(job: Job, *, capacity_bytes: float) -> JobRanks:
-    """Return the ranks of a job, with the peers that its plan gives them."""
+    """Return the ranks of a job, with the peers of its plan."""
     metadata = job.metadata
     return JobRanks(
         **fields_of(RankShape, metadata),
@@ -160,9 +160,9 @@ def place_of(job: Job, *, capacity_bytes: float) -> JobRanks:
 
 
 def _rows_of(job: Job) -> tuple[int | None, frozenset[int]]:
-    """Return the most peers of a rank in a job's plan, None if its rows are not read, and the tokens that ranks hold.
+    """Return the maximum peers per rank in a plan (None if its rows are not read), and the token counts of ranks.
 
-    The plan of a host's ranks, which may be of another model, is not read.
+    For CPU ranks, the plan is not read: it may be for another model.
     """
     if job.machine.device == "cpu" or is_assumed(job.metadata) or not job.plan.is_file():
         return None, frozenset()
@@ -181,7 +181,7 @@ def _read_rows(plan: Path, plan_hash: str) -> tuple[int | None, frozenset[int]]:
 
 
 def _device_bytes(job: Job, facts: Facts) -> float:
-    """Return the memory of a device of the job: as found, else as the plan's cost profile has it; 0: not known."""
+    """Return the memory of a device: as detected, else from the plan's cost profile; 0 if unknown."""
     found = job.machine.device_memory_bytes or facts.device_memory_bytes
     if found or job.profile is None:
         return float(found)
@@ -189,10 +189,10 @@ def _device_bytes(job: Job, facts: Facts) -> float:
 
 
 def rank_memory(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that a rank's memory fits.
+    """Check that a rank fits into memory.
 
-    On hosts, small models are tried under plans of large ones, so only the model itself counts there, not the plan's
-    token budget. A script may do otherwise than its plan was priced for: that is a warning.
+    On hosts, plans of large models are tried out with small ones, so only the model counts there, not the token budget.
+    A script may differ from its plan's recipe, so it only gets a warning.
     """
     need = job_memory(job, facts)
     if need is None or not need.capacity_bytes:
@@ -216,9 +216,9 @@ def rank_memory(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def host_copies(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that a node has memory for the copies of checkpoints, which are kept from the first one on.
+    """Check that a node has memory for checkpoint copies, which are kept once allocated.
 
-    State on an accelerator is copied; on hosts only if it is written in the background.
+    State on an accelerator is always copied; on hosts only for background saves.
     """
     need, settings = job_memory(job, facts), job.settings
     host_bytes = float(job.machine.memory_bytes)
@@ -241,7 +241,7 @@ def host_copies(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def _remedy(job: Job, need: JobMemory) -> str:
-    """Return the command of a plan that fits."""
+    """Suggest the command for a plan that fits."""
     fit = fitting_recipe(need.spec, RecipeRequest.to_train_as(need.recipe), need.place, wanted_tokens=need.tokens)
     if fit.tokens < 1:
         return "no recipe fits: plan for more --ranks, or train a smaller --model"
@@ -259,7 +259,7 @@ def _model_words(job: Job, spec: ModelSpec) -> list[str]:
 
 
 def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
-    """Refuse settings under which the bundled trainer would not run the recipe of the plan's prices."""
+    """Raise UsageError if the settings change the recipe for which the plan was priced."""
     job = replace(job, settings=settings, model=settings.model)
     metadata, device = job.metadata, job.machine.device
     if metadata.phase == "forward":
@@ -271,7 +271,7 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
     asked = settings.recipe(metadata.recipe, sync=metadata.sync, device=device)
     if metadata.recipe is None:
         return
-    # CPUs do not follow the recipe of a plan for accelerators, except in what it trains.
+    # CPUs do not follow an accelerator plan's recipe, except for the trained part.
     is_followed = planned is metadata.recipe
     compared = [f.name for f in fields(Recipe)] if is_followed else ["freeze_vision", "lora", "freeze"]
     differing = [name for name in compared if getattr(asked, name) != getattr(planned, name)]
@@ -305,7 +305,7 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
 
 
 def memory_table(need: JobMemory) -> Table:
-    """Return the table, largest items first."""
+    """Return the memory table, largest items first."""
     capacity = need.capacity_bytes
     table = new_table("item", "GB", "share" if capacity else "")
     seen = [(name, size) for name, size in need.items.items() if size >= _LEAST_BYTES]

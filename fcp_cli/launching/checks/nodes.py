@@ -18,7 +18,7 @@ _INTERFACE_VARIABLES = {
 
 
 def master_address(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that all nodes mean the same machine by --master-addr, and that node 0 is it."""
+    """Check that --master-addr is the same machine for all nodes, namely node 0."""
     where = f"--master-addr {job.master_addr}"
     if job.num_nodes > 1 and (job.master_addr == "localhost" or is_loopback(job.master_addr)):
         yield error(f"{where} is another machine on each of {job.num_nodes} nodes; give node 0's address")
@@ -49,7 +49,7 @@ def master_address(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def master_port(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that node 0 can listen."""
+    """Check that node 0 can listen on the master port."""
     if job.num_nodes == 1 or job.node_rank != 0:
         return
     if facts.port_problem:
@@ -62,7 +62,7 @@ def master_port(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def hccl_ports(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that the rendezvous uses none of HCCL's own ports."""
+    """Check that the rendezvous port is not one of HCCL's."""
     base = number(facts, "HCCL_IF_BASE_PORT")
     if job.stack == "npu" and base is not None and base <= job.master_port < base + HCCL_PORTS:
         yield error(
@@ -72,7 +72,7 @@ def hccl_ports(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def hosts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that a list of nodes names each once, this one among them, and node 0 first."""
+    """Check that the host list has no duplicates, contains this node, and starts with node 0."""
     if not job.hosts:
         return
     twice = next((host for host in job.hosts if job.hosts.count(host) > 1), None)
@@ -95,7 +95,7 @@ def hosts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def interfaces(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that communication libraries use an interface that exists and leads to the other nodes."""
+    """Check that communication libraries use an existing interface that leads to the other nodes."""
     if job.num_nodes == 1 or job.node_rank is None:
         return
     names = _INTERFACE_VARIABLES.get(job.stack, ())
@@ -118,7 +118,7 @@ def interfaces(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def _matching(value: str, known: Sequence[str]) -> list[str]:
-    """Return the interfaces that a *_SOCKET_IFNAME means: beginnings, `=` for a whole name, `^` for all others."""
+    """Return the interfaces selected by a *_SOCKET_IFNAME: prefixes, `=` for exact names, `^` to exclude."""
     excludes = value.startswith("^")
     wanted = value.removeprefix("^").split(",")
 
@@ -131,7 +131,7 @@ def _matching(value: str, known: Sequence[str]) -> list[str]:
 
 
 def slurm_nodes(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that a job inside a Slurm allocation uses all its nodes."""
+    """Check that a job in a Slurm allocation uses all its nodes."""
     allocated = number(facts, "SLURM_NNODES")
     if allocated is not None and job.node_rank is not None and allocated != job.num_nodes:
         yield warning(

@@ -1,4 +1,4 @@
-"""Checks that the plan fits the nodes, the model and the memory that are really there."""
+"""Checks that the plan matches the actual nodes, model and memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fcp_cli.models.cluster import known_cluster
 from fcp_cli.models.model import known_model, load_model
 from fcp_cli.plan.metadata.again import plan_again
 
-_OPEN_FILES_PER_RANK = 4  # a rank's sockets to another: gloo pairs of two groups, the store
+_OPEN_FILES_PER_RANK = 4  # sockets per peer: gloo pairs of two groups, and the store
 _OPEN_FILES_BESIDE = 512
-_HCCL_SHARE = 0.1  # of a device's memory that communication buffers may take without a word
+_HCCL_SHARE = 0.1  # share of device memory that communication buffers may take without a warning
 _REPLICAS_APART = "--use-tp-pp-dp-mapping"
 
 
 def node_size(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that rings that the plan keeps inside a node stay there.
+    """Check that rings planned inside a node stay inside it.
 
-    Megatron numbers processes of one stage consecutively, across ranks; with --use-tp-pp-dp-mapping, those of one rank.
+    Megatron numbers the processes of a stage consecutively; with --use-tp-pp-dp-mapping, those of a rank.
     """
     metadata = job.metadata
     neighbours = metadata.tensor_parallel
@@ -42,7 +42,7 @@ def node_size(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def profile_model(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that the plan's times and token budget are those of the model."""
+    """Check that the plan's times and token budget are for the model that runs."""
     profile = job.profile
     if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
         again = f" a profile from 'fcp profile --model {job.model}'"
@@ -57,7 +57,7 @@ def profile_model(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def planned_machine(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that the plan's times are of devices like those that the ranks run on."""
+    """Check that the plan's times are for the devices that ranks run on."""
     planned = planned_cluster(job.metadata)
     if planned in ("", "unknown", THIS_MACHINE) or job.stack == "unknown":
         return
@@ -71,7 +71,7 @@ def planned_machine(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def _other_recipe(job: Job) -> str:
-    """Return the recipe that the bundled trainer follows instead of the plan's, for a warning; empty if the same."""
+    """Describe the recipe of the bundled trainer if it differs from the plan's, for a warning; or ""."""
     planned = job.metadata.recipe
     if planned is None or job.settings is None:
         return ""
@@ -80,10 +80,10 @@ def _other_recipe(job: Job) -> str:
 
 
 def token_budget(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that a rank's tokens and its model fit a device, by the memory block of a plan that records no recipe.
+    """Check that tokens and model fit into a device, by the profile's memory block, if the plan records no recipe.
 
-    `memory` checks recipes. Only the user knows a script's model, unless --model names it: the plan's
-    model is a fair guess and named as one.
+    The module `memory` covers plans with a recipe. A script's model is unknown without --model: the plan's model is
+    then used, and the message says so.
     """
     profile, capacity = job.profile, facts.device_memory_bytes
     if profile is None or not capacity or not _knows_memory(profile, job) or job_memory(job, facts) is not None:
@@ -95,7 +95,7 @@ def token_budget(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     room = replace(memory, capacity_bytes=capacity * (1 - RESERVE_FRACTION)).tokens_per_rank() or 0
     remedy = f"plan with --tokens-per-rank {room}" if room > 0 else "the model alone is larger, so choose a smaller one"
     model = "the model" if job.model is not None else f"{profile.model}, the plan's model"
-    is_certain = profile.origin in ("measured", "fitted") and job.model is not None  # computed ones are an estimate
+    is_certain = profile.origin in ("measured", "fitted") and job.model is not None  # computed profiles are estimates
     yield (error if is_certain else warning)(
         f"{job.plan} lets a rank hold {job.metadata.tokens_per_rank:,} tokens, {needed / 1e9:.1f} GB with {model}, "
         f"but a device here has {capacity / 1e9:.1f} GB; {remedy}"
@@ -103,7 +103,7 @@ def token_budget(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def hccl_buffers(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check the memory of HCCL's buffers: each communicator takes two of HCCL_BUFFSIZE megabytes on every device."""
+    """Check HCCL's buffer memory: each communicator takes two buffers of HCCL_BUFFSIZE MB per device."""
     size, capacity = number(facts, "HCCL_BUFFSIZE"), facts.device_memory_bytes
     if job.stack != "npu" or size is None or not capacity:
         return
@@ -123,7 +123,7 @@ def hccl_buffers(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def open_files(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check the limit of open files: every rank has sockets to every other."""
+    """Check the open file limit: every rank has sockets to all others."""
     processes = job.num_nodes * job.processes_per_node
     needed = _OPEN_FILES_BESIDE + _OPEN_FILES_PER_RANK * processes
     if 0 < facts.open_files < needed:
@@ -138,7 +138,7 @@ def _is_same_model(first: str, second: str) -> bool:
 
 
 def _model_name(model: str) -> str:
-    """Return a model's name in cost profiles: the name of a checkpoint's folder, which may have another path here."""
+    """Return a model's name as used in cost profiles; a checkpoint may be at another path here."""
     try:
         return load_model(model).name
     except ProfileError:
@@ -146,6 +146,6 @@ def _model_name(model: str) -> str:
 
 
 def _knows_memory(profile: CostProfile, job: Job) -> bool:
-    """Return whether the profile's memory figures are those of the model that runs, as far as that is known."""
+    """Return whether the profile's memory is for the model that runs, as far as known."""
     is_this = job.model is None or _is_same_model(profile.model, job.model)
     return job.stack != "cpu" and is_this and profile.memory.bytes_per_token > 0

@@ -1,4 +1,4 @@
-"""Checks before the start of a job for conditions that make it impossible; each raises an error of one line."""
+"""Checks for conditions that make a launch impossible; each raises a one-line error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fcp_cli.runs.recorded_steps import require_recorded
 
 # float32 weight and two AdamW moments
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
-# RUN/model in float32 at most, and a new one that is written next to it
+# RUN/model in float32, and its replacement written next to it
 _EXPORT_BYTES_PER_PARAMETER = 8
 _LEAST_FREE_BYTES = 64 << 20
 _LOOPBACK = ("localhost", "127.0.0.1", "127.0.1.1", "::1")
@@ -46,7 +46,7 @@ def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: boo
 
 
 def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
-    """Raise RunError if more steps are asked for than the plan has."""
+    """Raise RunError if more steps are requested than the plan has."""
     if steps is not None and steps > metadata.end_step:
         raise RunError(
             f"--steps is {steps}, but {plan} ends after {metadata.end_step}; plan more with 'fcp plan --epochs', or "
@@ -62,14 +62,14 @@ def check_resumable(
     *,
     accepts_unrecorded: bool = False,
 ) -> None:
-    """Check that a run has something left to do, under the plan that it began with.
+    """Check that a run has remaining steps under the plan it started with.
 
     Args:
         run_dir: the run directory.
-        launched: how it was launched last; see `read_launch`.
-        metadata: the metadata of the plan to continue with.
-        steps: the steps after which it is to stop now; None: at the end of the plan.
-        accepts_unrecorded: whether a checkpoint of steps that no metrics record will do.
+        launched: its latest launch record.
+        metadata: metadata of the plan to continue with.
+        steps: step to stop at; None: the end of the plan.
+        accepts_unrecorded: whether to accept a checkpoint with steps missing in the metrics.
     """
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
     if saved:
@@ -103,12 +103,12 @@ def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
 
 
 def check_space(job: Job) -> None:
-    """Check as `check_run_dir` does, but make nothing: the nearest existing folder is used for a missing one."""
+    """Check space like `check_run_dir`, but create nothing: use the nearest existing parent."""
     _check_folder(next(folder for folder in (job.run_dir, *job.run_dir.parents) if folder.exists()), job)
 
 
 def check_run_dir(job: Job) -> None:
-    """Make the run directory and prove that it can be written and holds the checkpoints; else leave no new folder."""
+    """Create the run directory and check that it is writable and has space; on failure remove it again."""
     made = not job.run_dir.exists()
     try:
         _check_folder(job.run_dir, job)
@@ -129,7 +129,7 @@ def _check_folder(folder: Path, job: Job) -> None:
         raise FcpError(
             f"cannot write the run directory {folder}: {error.strerror}; choose another --run-dir"
         ) from error
-    # There is one more than are kept until the oldest is removed.
+    # One more checkpoint than kept exists until the oldest is removed.
     count = job.kept_checkpoints + 1
     bytes_per_parameter = _CHECKPOINT_BYTES_PER_PARAMETER * count + _EXPORT_BYTES_PER_PARAMETER
     needed = _LEAST_FREE_BYTES + job.parameters * bytes_per_parameter
@@ -141,7 +141,7 @@ def _check_folder(folder: Path, job: Job) -> None:
 
 
 def check_nodes(num_nodes: int, node_rank: int | None, master_addr: str | None, run_dir: Path | None) -> None:
-    """Check that several nodes can find each other, and write to one place."""
+    """Check that several nodes can find each other and share a run directory."""
     if num_nodes == 1:
         return
     if not master_addr:

@@ -1,4 +1,4 @@
-"""Checks of installed packages, their versions, and of a script's own arguments."""
+"""Checks installed packages, their versions, and a script's arguments."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PARALLEL_ARGUMENTS: Final = {
     "--pipeline-model-parallel-size": "pipeline_parallel",
     "--num-virtual-stages-per-pipeline-rank": "virtual_stages",
 }
-"""Megatron's argument -> the figure of a plan's metadata that it must equal."""
+"""Megatron's argument -> field of the plan's metadata that it must equal."""
 _LAYERS_PER_BLOCK = "--num-layers-per-virtual-pipeline-stage"
-# Parts that Megatron counts as one more layer when it divides layers among stages.
+# Options that make Megatron count embedding or loss as a layer.
 _COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 # Arguments by which a script is known to be Megatron's: others may mean something else by --global-batch-size.
 _OF_MEGATRON = (
@@ -34,7 +34,7 @@ _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
 def cann(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that CANN was sourced: its libraries are found only after its set_env.sh."""
+    """Check that CANN's set_env.sh was sourced: else its libraries are not found."""
     if job.stack != "npu" or job.node_rank is None:
         return
     if facts.cann_home is None:
@@ -44,7 +44,7 @@ def cann(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def torch_versions(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that torch is new enough, and torch_npu made for it."""
+    """Check that torch is recent enough, and that torch_npu matches it."""
     if job.node_rank is None:
         return
     torch, torch_npu = facts.packages.get("torch"), facts.packages.get("torch-npu")
@@ -58,14 +58,14 @@ def torch_versions(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def transformers_version(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that transformers, which the bundled trainer builds its models with, is new enough."""
+    """Check that transformers is recent enough for the bundled trainer."""
     found = facts.packages.get("transformers")
     if job.is_bundled and job.node_rank is not None and found is not None and _release(found) < _LEAST_TRANSFORMERS:
         yield error(f"transformers {found} is too old for the bundled trainer; run: pip install 'transformers>=5.3'")
 
 
 def msrun(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that msrun is there and starts this Python: it runs the `python` of PATH, not its own."""
+    """Check that msrun exists and runs this Python: it uses the `python` on PATH."""
     if job.launcher != "msrun" or job.node_rank is None:
         return
     if facts.programs.get("msrun") is None:
@@ -74,7 +74,7 @@ def msrun(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
     name = interpreter_name(facts.python)
     python = facts.programs.get(name)
-    # The folder decides, not where a link leads: a link out of another environment starts that environment.
+    # Compare folders, not link targets: a link in another environment starts that environment.
     if python is None or Path(python).absolute().parent != Path(facts.python).absolute().parent:
         yield error(
             f"msrun runs the {name} of PATH, which is {python or 'missing'}, not {facts.python}; run fcp from an "
@@ -89,7 +89,7 @@ def pdsh(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def script_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check a script for options of Megatron and MindSpeed that cannot follow a plan, or not this one."""
+    """Check a script's Megatron and MindSpeed options against the plan."""
     for flag, key in PARALLEL_ARGUMENTS.items():
         given, planned = _number(argument(job.arguments, flag)), getattr(job.metadata, key)
         if given is not None and given != planned:
@@ -114,9 +114,9 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def _megatron_arguments(job: Job) -> Iterator[LaunchFinding]:
-    """Check what each rank of a Megatron job would stop for in its first step, or when the plan ends.
+    """Check arguments for which Megatron ranks would stop in the first step, or at the end of the plan.
 
-    Arguments may be absent because the script sets them itself; only those of Megatron-LM's own scripts are missed.
+    A script may set missing arguments itself, so they are only required of Megatron-LM's own scripts.
     """
     if not is_of_megatron(job):
         return
@@ -173,7 +173,7 @@ def _number(value: str | None) -> int | None:
 
 
 def _layers_per_block(job: Job) -> Iterator[LaunchFinding]:
-    """Check a number of virtual stages that a script gives as the layers of each."""
+    """Check virtual stages that a script gives as layers per stage."""
     flags = (_LAYERS_PER_BLOCK, "--num-layers", "--pipeline-model-parallel-size")
     given, layers, stages = (_number(argument(job.arguments, flag)) for flag in flags)
     if not given or layers is None:
@@ -190,7 +190,7 @@ def _layers_per_block(job: Job) -> Iterator[LaunchFinding]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: 2.7.1.post2+cpu is (2, 7, 1)."""
+    """Return the numeric parts of a version: (2, 7, 1) for 2.7.1.post2+cpu."""
     numbers: list[int] = []
     for part in version.partition("+")[0].split("."):
         if not part.isdecimal():

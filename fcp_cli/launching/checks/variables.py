@@ -1,4 +1,4 @@
-"""Checks for environment variables that slow a job down or stop it."""
+"""Checks for environment variables that slow down or break a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST_CONNECT_SECONDS = 300
 
 
 def hccl_timeouts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that ranks have time to connect, and to wait for slower ones."""
+    """Check that HCCL timeouts allow for connecting and slow ranks."""
     if job.stack != "npu":
         return
     connect, execute = number(facts, "HCCL_CONNECT_TIMEOUT"), number(facts, "HCCL_EXEC_TIMEOUT")
@@ -31,7 +31,7 @@ def hccl_timeouts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def device_connections(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check CUDA_DEVICE_MAX_CONNECTIONS, which Ascend honours, too."""
+    """Check CUDA_DEVICE_MAX_CONNECTIONS, which Ascend uses, too."""
     value = facts.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if job.stack not in ("cuda", "npu") or value is None:
         return
@@ -46,14 +46,14 @@ def device_connections(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def blocking_launches(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check for blocking launches: left over from debugging, they cost most of the speed."""
+    """Check for blocking kernel launches, left over from debugging, which cost most of the speed."""
     name = {"cuda": "CUDA_LAUNCH_BLOCKING", "npu": "ASCEND_LAUNCH_BLOCKING"}.get(job.stack, "")
     if facts.variables.get(name) == "1":
         yield warning(f"{name}=1 makes every kernel wait for the one before, so no hop is hidden; unset it")
 
 
 def visible_devices(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that each process has a device."""
+    """Check that each process has a visible device."""
     name = VISIBLE_DEVICES.get(job.stack, "")
     value = facts.variables.get(name)
     if value is None or job.node_rank is None:
@@ -67,7 +67,7 @@ def visible_devices(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def thread_count(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that ranks on a CPU have no more threads than cores, which would make them slower."""
+    """Check that CPU ranks have no more threads than cores."""
     threads = number(facts, "OMP_NUM_THREADS")
     if job.stack != "cpu" or threads is None or facts.machine is None:
         return
@@ -80,7 +80,7 @@ def thread_count(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def backend_autoload(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that torch loads torch_npu: without it, torch does not know Ascend devices."""
+    """Check that torch loads torch_npu, without which it does not support Ascend devices."""
     if job.stack == "npu" and facts.variables.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield warning(
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu; unset it, or import torch_npu in the "

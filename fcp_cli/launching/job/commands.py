@@ -1,8 +1,8 @@
-"""One node's command and environment under torchrun and msrun. Pure: a job in, words out, never a text to parse.
+"""Builds a node's command and environment for torchrun and msrun, as words. Pure functions of a job.
 
-msrun (of MindSpore) starts processes of any kind: those of a torch program run through the runtime's entry, which
-reads msrun's variables. Everything that msrun would fill in by itself is stated, because its defaults are traps: eight
-workers, not waiting for them, rank numbers that are not known before the rendezvous.
+msrun (from MindSpore) can start any process: torch programs run through the runtime's entry point, which reads msrun's
+variables. All msrun options are given explicitly, since its defaults are traps: eight workers, no waiting for them, and
+ranks unknown before the rendezvous.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from fcp_cli.launching.job.inject import through_entry
 from fcp_cli.launching.job.job import Job
 from fcp_cli.machine.torchrun import torchrun_argv
 
-# How long nodes wait for each other at the start, unless --join-timeout says otherwise; msrun's own default.
+# Start-up timeout of nodes unless --join-timeout is given; msrun's default.
 CLUSTER_TIME_OUT_SECONDS = 600
-# The names that msrun takes for an interpreter; anything else it takes for a script, and runs with `python`.
+# Names that msrun treats as interpreters; anything else is a script, run with `python`.
 _INTERPRETERS = ("python", "python3")
 
 
 def node_argv(job: Job, *, node_rank: int | str = 0) -> list[str]:
-    """Return the command of one node; its number may be a `shell.variable`, as may be any text of the job."""
+    """Return a node's command; node rank and any word of the job may contain a `shell.variable`."""
     return _msrun_argv(job, node_rank) if job.launcher == "msrun" else _torchrun_argv(job, node_rank)
 
 
 def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
-    """On one node torchrun finds a free port by itself; several nodes rendezvous at master_addr:master_port."""
+    """Return the torchrun command; a single node uses a free port, several meet at master_addr:master_port."""
     meeting = ["--standalone"]
     if job.num_nodes > 1:
         meeting = [
@@ -49,9 +49,9 @@ def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
 
 
 def _msrun_argv(job: Job, node_rank: int | str) -> list[str]:
-    """msrun must be on PATH, and so must the interpreter: see `path_of_python`."""
+    """Return the msrun command; msrun and the interpreter must be on PATH, see `path_of_python`."""
     program = [*job.program, *job.arguments]
-    if job.is_bundled:  # a user's program comes with the entry, or without on purpose (MindSpore's own)
+    if job.is_bundled:  # a user's program already has the entry point, or needs none (MindSpore)
         entry, arguments = through_entry(program)
         program = [*entry, *arguments]
     return [
@@ -71,29 +71,29 @@ def _msrun_argv(job: Job, node_rank: int | str) -> list[str]:
 
 
 def interpreter_name(python: str) -> str:
-    """Return the name that msrun is to look for on PATH."""
+    """Return the interpreter name for msrun to find on PATH."""
     name = Path(python).name
     return name if name in _INTERPRETERS else _INTERPRETERS[-1]
 
 
 def path_of_python(python: str, inherited: str) -> str:
-    """Return PATH with the interpreter's folder in front: msrun runs the first `python` on PATH, not its own.
+    """Return PATH with the interpreter's folder first: msrun runs the first `python` on PATH.
 
     Args:
         python: absolute path of the interpreter.
-        inherited: PATH of the environment in which the command runs.
+        inherited: PATH where the command runs.
     """
     folder = str(Path(python).parent)
     return folder if not inherited else f"{folder}{os.pathsep}{inherited}"
 
 
 def node_environment(job: Job, *, inherited_path: str | None = None) -> dict[str, str]:
-    """Return the variables of a node's command.
+    """Return the environment variables of a node's command.
 
     Args:
         job: the job to launch.
-        inherited_path: PATH where the command runs, for msrun, which finds its interpreter there; None where
-            `launching.node` sees to that.
+        inherited_path: PATH where the command runs, in which msrun finds its interpreter; None if `launching.node` sets
+            it.
     """
     environment = job.job_environment()
     if job.launcher == "msrun":
@@ -104,7 +104,7 @@ def node_environment(job: Job, *, inherited_path: str | None = None) -> dict[str
 
 
 def shell_command(job: Job, *, node_rank: int = 0) -> str:
-    """Return the command of one node with its environment, quoted: ready to paste into a POSIX shell."""
+    """Return a node's command with its environment, quoted for pasting into a POSIX shell."""
     environment = node_environment(job, inherited_path=shell.variable("PATH"))
     settings = [f"{name}={value}" for name, value in environment.items()]
     return shell.join(["env", *settings, *node_argv(job, node_rank=node_rank)])

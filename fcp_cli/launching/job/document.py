@@ -1,4 +1,4 @@
-"""The record of a launch, made of its job: printed by `--json`, and kept in the run directory."""
+"""Builds the launch record of a job: printed by `--json`, and stored in the run directory."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fcp_cli.runs.folder import from_here
 from fcp_cli.runs.launch_record import JobFile, LaunchRecord, NodeCommand
 from fcp_cli.training.settings import TrainSettings
 
-# Elsewhere in the record, or true of one start only.
+# Recorded elsewhere, or specific to one start.
 _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "accept_unrecorded", "quiet")
 
 
 def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> LaunchRecord:
-    """Return every setting of the launched job.
+    """Return the launch record of a job.
 
     Args:
         job: the job to launch.
-        files: name to text of those that start it on a cluster; a local job has the command of every node instead.
+        files: texts of cluster files by name; a local job has node commands instead.
     """
     settings = job.settings
     started = [job.started_on(node) for node in range(job.num_nodes)] if job.target == LOCAL else []
     training = None
-    if settings is not None:  # a resumed run inherits all settings that differ from their defaults
+    if settings is not None:  # a resumed run inherits all non-default settings
         kept = [f for f in fields(settings) if f.name not in _NOT_REMEMBERED]
         values = {f.name: getattr(settings, f.name) for f in kept if getattr(settings, f.name) != f.default}
         training = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
@@ -62,12 +62,12 @@ def _manifest_of(settings: TrainSettings | None) -> str | tuple[str, ...] | None
 
 
 def again_command(job: Job) -> str:
-    """Return the command that starts a script in its run folder again, under the copy of its plan there."""
+    """Return the command that restarts a script in its run directory, with the stored copy of its plan."""
     run_dir = from_here(job.run_dir)
-    ranks = ["--ranks", str(job.metadata.num_ranks)]  # of a job that was stopped before its plan was made
+    ranks = ["--ranks", str(job.metadata.num_ranks)]  # for a job stopped before its plan was made
     plan = ["--plan", str(from_here(job.paths.plan))] if job.paths.plan.is_file() else ranks
     words = ["--online"] if job.online is not None else plan
-    if job.planning is not None and plan == ranks:  # the rest is planned as the beginning was
+    if job.planning is not None and plan == ranks:  # plan the rest with the same options
         asked = {"--model": job.planning.model, "--profile": job.planning.profile}
         words += [word for flag, value in asked.items() if value is not None for word in (flag, value)]
     program = without_entry([*job.program, *job.arguments])
@@ -75,5 +75,5 @@ def again_command(job: Job) -> str:
 
 
 def resume_command(job: Job) -> str:
-    """Return the command that resumes a run; its folder is relative to the working directory if it lies below."""
+    """Return the command that resumes a run, with a relative path if possible."""
     return shlex.join(["fcp", "launch", "--run-dir", str(from_here(job.run_dir)), "--resume"])

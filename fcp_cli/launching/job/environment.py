@@ -1,6 +1,6 @@
-"""The environment that each stack needs, and why. Pure: a job in, variables out.
+"""Environment variables that each stack needs, with reasons. Pure functions of a job.
 
-The user's exported variables always win; `checks/variables.py` warns of values known to break jobs.
+Variables exported by the user always win; `checks/variables.py` warns about harmful values.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from fcp_cli.launching.job.job import JOIN_VARIABLE, TIMEOUT_VARIABLE, Job, Vari
 from fcp_cli.machine.devices import LocalDevices
 from fcp_cli.plan.metadata.plan_metadata import Sync
 
-# Communicators of a job under a plan: torch.distributed's own, and the one that carries every ring.
+# Communicators of a planned job: torch.distributed's own, and one for all rings.
 COMMUNICATORS = 2
-# HCCL keeps a buffer to send and one to receive for each communicator.
+# HCCL has a send and a receive buffer per communicator.
 HCCL_BUFFERS = 2
 HCCL_PORTS = 16
 _HCCL_DEFAULT_MB = 200
 _HCCL_LEAST_MB = 32
 _HCCL_MOST_MB = 400
-_HCCL_SHARE = 0.05  # of a device's memory, for all communicators
+_HCCL_SHARE = 0.05  # share of device memory for all communicators
 _HCCL_BASE_PORT = 25_809
 _MEGABYTE = 1 << 20
-_FLIGHT_RECORDS = 2000  # a few steps of a ring's hops: about a kilobyte of host memory each
+_FLIGHT_RECORDS = 2000  # a few steps of ring hops, about 1 kB of host memory each
 _LIBRARIES = {"cuda": ("NCCL_", "TORCH_NCCL_"), "npu": ("HCCL_",)}
-_OF_ONE_PROCESS = ("_COMM_ID",)  # names a running job
+_OF_ONE_PROCESS = ("_COMM_ID",)  # identifies a running job
 _YOURS = "your environment"
 
 
 def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None = None) -> tuple[Variable, ...]:
-    """Return every variable of the job's stack, in the order of `--explain`.
+    """Return all variables of the job's stack, in the order of `--explain`.
 
     Args:
         job: the job to launch.
-        given: the user's environment, which wins.
-        interface: this machine's network interface towards node 0, if there are several nodes.
+        given: the user's environment, which takes precedence.
+        interface: this machine's network interface towards node 0, for several nodes.
     """
     of_stack = {"cuda": _cuda, "npu": _ascend}.get(job.stack)
     wanted = [*_common(job, interface), *(of_stack(job, interface) if of_stack else ())]
-    # A user who turns on NCCL's log expects it at NCCL's default place.
+    # A user who enables NCCL's log expects it at NCCL's default location.
     unwanted = {"NCCL_DEBUG_FILE"} if "NCCL_DEBUG" in given and "NCCL_DEBUG_FILE" not in given else set()
     known = tuple(_respecting(variable, given) for variable in wanted if variable.name not in unwanted)
     names = {variable.name for variable in wanted}
-    # Further variables of the stack's communication library.
+    # Other exported variables of the stack's communication library.
     exported = (
         Variable(name=name, value=value, reason="exported where the job is launched", source=_YOURS, is_given=True)
         for name, value in sorted(given.items())
@@ -65,16 +65,16 @@ def variables_like_a_job(
     nodes: int,
     tokens_per_rank: int,
 ) -> tuple[Variable, ...]:
-    """Return the variables of a job of the bundled trainer with a rank per device, which is not launched.
+    """Return the variables of a bundled-trainer job with a rank per device, without launching it.
 
     Args:
-        machine: kind of device, and cores.
-        given: the user's environment, which wins.
-        model: shipped name, or a description; its keys and values size buffers.
-        sync: the sync of the plan that the job would follow.
-        ranks: the ranks on all nodes.
-        nodes: machines; with several, each finds its own network interface, so that variables of them have no value.
-        tokens_per_rank: the token budget.
+        machine: provides device kind and cores.
+        given: the user's environment, which takes precedence.
+        model: shipped name or description; its keys and values determine buffer sizes.
+        sync: sync of the plan.
+        ranks: number of ranks on all nodes.
+        nodes: number of nodes; with several, each finds its own network interface, so such variables have no value.
+        tokens_per_rank: token budget.
     """
     metadata = unmade_plan(ranks=ranks, ranks_per_node=ranks // nodes, sync=sync, tokens_per_rank=tokens_per_rank)
     job = Job(
@@ -90,7 +90,7 @@ def variables_like_a_job(
 
 
 def set_by_fcp(variables: Sequence[Variable]) -> dict[str, str]:
-    """Return the additions to the user's environment."""
+    """Return the variables that fcp adds to the user's environment."""
     return {variable.name: variable.value for variable in variables if variable.value and not variable.is_given}
 
 
@@ -136,7 +136,7 @@ def _common(job: Job, interface: str | None) -> Iterator[Variable]:
 
 
 def interface_value(variable: str, interface: str) -> str:
-    """Return the value that selects exactly this interface: NCCL treats a bare name as a prefix."""
+    """Return the value that selects exactly this interface: NCCL treats a plain name as a prefix."""
     return f"={interface}" if variable == "NCCL_SOCKET_IFNAME" else interface
 
 
@@ -151,10 +151,10 @@ def _interface(name: str, interface: str | None, job: Job, user: str) -> Variabl
 
 
 def wants_one_queue(job: Job) -> tuple[str, str] | None:
-    """Return why the devices of a job need one hardware queue, and the reason; None if they do not.
+    """Return (reason, source) if a job's devices need a single hardware queue, else None.
 
-    With one queue kernels start in the order of their launch, which tensor parallelism overlaps by. Everywhere else it
-    would only make streams that have nothing to do with each other wait in line: rings, reductions and attention.
+    With a single queue, kernels start in launch order, on which tensor parallelism relies for overlap. Otherwise it
+    would only serialize independent streams: rings, reductions and attention.
     """
     if job.metadata.tensor_parallel > 1:
         return "tensor parallelism overlaps in the order of launch", "the plan's tensor parallel ranks"
@@ -183,7 +183,7 @@ def _cuda(job: Job, interface: str | None) -> Iterator[Variable]:
 
 
 def _nccl_logs(job: Job) -> Iterator[Variable]:
-    """Yield variables that write a hang's traces into the run directory instead of a node's own disk."""
+    """Yield variables that write traces of hangs to the run directory instead of local disks."""
     logs = job.paths.logs
     reasons = {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "every rank writes its latest collectives where one timed out"),
@@ -193,7 +193,7 @@ def _nccl_logs(job: Job) -> Iterator[Variable]:
         "NCCL_DEBUG_FILE": (str(logs / "nccl-%h-%p.log"), "where NCCL says so: host and process follow"),
     }
     for name, (value, reason) in reasons.items():
-        if job.run_dir.is_absolute() or not name.endswith("_FILE"):  # a job that is only measured has no run directory
+        if job.run_dir.is_absolute() or not name.endswith("_FILE"):  # a measurement has no run directory
             yield Variable(name=name, value=value, reason=reason, source="fcp's default for CUDA")
 
 
@@ -228,7 +228,7 @@ _ASCEND_CONSTANTS = (
 
 
 def _hccl_buffer(job: Job) -> Variable:
-    """Return a buffer that holds a hop in one piece, while all communicators take at most a twentieth of the memory."""
+    """Return a buffer size for a hop in one piece, limited to 5 % of device memory over all communicators."""
     hop, profile = job.hop_bytes, job.profile
     megabytes = _HCCL_DEFAULT_MB if hop is None else min(max(math.ceil(hop / _MEGABYTE), _HCCL_LEAST_MB), _HCCL_MOST_MB)
     capacity = profile.memory.capacity_bytes if profile is not None else 0.0

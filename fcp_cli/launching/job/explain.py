@@ -1,4 +1,4 @@
-"""The output of `fcp launch --explain`: every variable of the job, why it is set, and the source of its value."""
+"""Output of `fcp launch --explain`: each variable of the job, why it is set, and the source of its value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # Variables that fcp sets for every job: reason and source.
-_FULL_WIDTH: Final = 80  # columns of a terminal that has room for the whole table
+_FULL_WIDTH: Final = 80  # columns needed for the full table
 _OWN = {
     PLAN_VARIABLE: ("the plan that all ranks follow", "--plan, or the folder"),
     METRICS_VARIABLE: ("where rank 0 writes its measurements", "the run directory"),
@@ -57,11 +57,11 @@ def explanation_document(job: Job) -> dict[str, Any]:
 
 
 def explanation_table(job: Job, width: int) -> Table:
-    """Return a table of a job's environment variables, each with its value below its name and the reason for it.
+    """Return a table of a job's variables, with values below names, and reasons.
 
     Args:
         job: the job.
-        width: columns of the terminal; a table for fewer than 80 leaves out where each value comes from.
+        width: terminal width; below 80 columns the sources of values are omitted.
     """
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape

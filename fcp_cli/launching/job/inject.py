@@ -1,4 +1,4 @@
-"""Makes a script of the user's follow the plan: started through the runtime's entry, or by its environment."""
+"""Makes a user's script follow the plan: through the runtime's entry point, or through its environment."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import has_followed
 
 ENTRY = ("-m", "fcp_cli.runtime")
-"""Prepares the rank and then runs the program that follows a `--`."""
+"""Entry point that prepares the rank and runs the program after `--`."""
 
-# Holds a sitecustomize.py, which Python runs first in every process that finds it on PYTHONPATH.
+# Contains a sitecustomize.py, which Python runs first in every process with it on PYTHONPATH.
 _SITE = Path(fcp_cli.runtime.injection.__file__).parent / "site"
 
 
 def through_entry(program: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the launcher's program and its arguments, so that `program` runs with the hooks in place."""
+    """Return the program and arguments that run `program` with hooks."""
     return ENTRY, ("--", *program)
 
 
 def without_entry(words: Sequence[str]) -> list[str]:
-    """Return the user's own program from the arguments that `through_entry` made."""
+    """Return the user's program from arguments made by `through_entry`."""
     start = len(ENTRY) + 1
     return list(words[start:] if tuple(words[:start]) == (*ENTRY, "--") else words)
 
 
 def is_mindspore_script(script: Path) -> bool:
-    """Return whether a script imports MindSpore and not torch, anywhere in it; False if it does not parse."""
+    """Return whether a script imports MindSpore but not torch; False if it cannot be parsed."""
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -54,12 +54,12 @@ def _imported_by(node: ast.AST) -> list[str]:
 
 
 def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
-    """Return whether a script's numbers are compared before its first step.
+    """Return the variable that enables the probe: a numeric comparison before the first step.
 
     Args:
-        wanted: True for --probe, False for --no-probe; None: neither was given.
-        run_dir: the run directory; one that has followed the same plan before holds numbers that were compared then.
-        plan_hash: the plan hash of the plan.
+        wanted: True for --probe, False for --no-probe, or None.
+        run_dir: run directory; if it followed this plan before, the comparison has been done.
+        plan_hash: hash of the plan.
         given: the user's environment.
     """
     value, source, is_given = given.get(PROBE_VARIABLE), "your environment", True
@@ -78,7 +78,7 @@ def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given:
 
 
 def hooked_environment(*, plan: Path, run_dir: Path, probe: Variable) -> dict[str, str]:
-    """Return the environment of a command that starts the ranks itself: it makes them follow `plan`."""
+    """Return the environment that makes a command that starts its own ranks follow `plan`."""
     paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         PLAN_VARIABLE: str(plan.absolute()),
@@ -90,7 +90,7 @@ def hooked_environment(*, plan: Path, run_dir: Path, probe: Variable) -> dict[st
 
 
 def become(argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
-    """Replace this process by the command: its output, its signals and its exit status are its own."""
+    """Replace this process by the command, so that output, signals and exit status are the command's."""
     try:
         os.execvpe(argv[0], argv, {**os.environ, **environment})
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A job: one frozen value, from which commands, files and checks are made by pure functions."""
+"""A job: a frozen value, from which pure functions build commands, files and checks."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata,
 from fcp_cli.runs.folder import RunPaths
 from fcp_cli.training.settings import TrainSettings
 
-# Environment of the job; the runtime inside the script reads them.
+# Environment variables read by the runtime inside the script.
 PLAN_VARIABLE = "FCP_PLAN"
 METRICS_VARIABLE = "FCP_METRICS"
 RUN_DIR_VARIABLE = "FCP_RUN_DIR"
-MODEL_VARIABLE = "FCP_MODEL"  # set for a script when --model was given
-PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 compares numbers before the first step, 0 does not
+MODEL_VARIABLE = "FCP_MODEL"  # for a script, if --model was given
+PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 enables the numeric comparison before the first step
 ONLINE_VARIABLE = "FCP_ONLINE"  # for a script that plans while it trains: its settings file
 TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"  # seconds
 JOIN_VARIABLE = "FCP_JOIN_TIMEOUT"  # seconds, for ranks of several nodes
 
 TRAINER = ("-m", "fcp_cli.training.train")
 ADDRESS_TO_FILL_IN = "NODE0_ADDRESS"
-"""Stands for an address that only the reader of a printed command knows."""
+"""Placeholder for an address that only the reader of a printed command knows."""
 
 _BFLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variable:
-    """One variable of the job's environment.
+    """An environment variable of the job.
 
     Attributes:
-        value: the value on the ranks; "" if each node finds its own when it starts.
-        reason: why it is set at all.
-        source: the source of the value.
-        is_given: whether the user had set it, so that fcp does not change it.
+        value: value on the ranks; "" if each node determines its own.
+        reason: why it is set.
+        source: origin of the value.
+        is_given: whether the user set it, so that fcp keeps it.
     """
 
     name: str
@@ -60,16 +60,16 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """The part of a job that only a cluster's scheduler needs.
+    """Job fields that only a cluster scheduler needs.
 
     Attributes:
-        name: the name of the job: lower-case letters, digits and dashes, beginning with a letter.
-        directory: the working directory of the program.
-        interface_variables: names of variables that hold each node's own network interface.
-        namespace: the namespace of the job on Kubernetes; "": the one that kubectl is set to.
-        output: the file into which Slurm writes the batch script's output; None: the run's logs.
-        record: the launch record, which the first node puts into the run directory; None: it is there already.
-        values: variables of the target's templates that options set; docs/reference/templates.md lists them.
+        name: job name: lower-case letters, digits and dashes, starting with a letter.
+        directory: working directory of the program.
+        interface_variables: names of variables to set to each node's network interface.
+        namespace: Kubernetes namespace; "": kubectl's current one.
+        output: folder for the batch script's output under Slurm; None: the run's logs.
+        record: launch record that node 0 copies to the run directory; None: it is already there.
+        values: template variables set by options; see docs/reference/templates.md.
     """
 
     name: str
@@ -83,37 +83,37 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A job: its program, machines, processes, and output folders.
+    """A job: program, machines, processes and output folders.
 
     Attributes:
-        plan: the plan, as typed, for messages; the ranks are given its absolute path, the same on every node.
-        metadata: the metadata of the plan.
-        machine: the machine that the ranks run on; of the nodes of a cluster only the kind of device is known.
+        plan: plan path as typed, for messages; ranks get the absolute path, which is equal on every node.
+        metadata: metadata of the plan.
+        machine: devices that ranks run on; for cluster nodes only the device kind is known.
         run_dir: absolute path, shared by all nodes.
-        num_nodes: machines; 1 runs here.
-        processes_per_node: devices used on each.
-        node_rank: this machine's number; None if it is not one of the nodes (a dry run, a cluster).
-        program: started by the launcher: ("script.py",) or ("-m", "package.module"); by default the bundled trainer.
-        arguments: the arguments of the program.
-        settings: the settings of the bundled trainer; None for a script.
-        model: the model that is trained; None if only the user's script knows.
-        needs_torch: whether the ranks run torch; MindSpore's own scripts do not.
-        environment: the environment of the job, in addition to FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
-        variables: the environment of the job's stack, with reasons.
-        hosts: names of the nodes in order, if they were listed.
-        master_addr, master_port: the address and port of the rendezvous; used only with several nodes.
-        join_timeout_seconds: how long the nodes wait for each other; None: as long as the launcher does by itself.
-        rank_timeout_seconds: how long ranks wait for each other; None: as long as torch does by itself.
-        attention_kernel: the attention kernel of NVIDIA devices, for all calls that it takes.
-        numa_binding: how torchrun binds a rank to the cores near its device; None: not at all.
-        grace_seconds: the time from SIGTERM or SIGHUP to the end of everything, whether the step has ended or not.
-        log_dir: the folder into which each rank's output goes; None leaves it on the terminal.
-        python: the interpreter that runs the launcher and the ranks.
-        launcher: the launcher of the ranks of each node.
+        num_nodes: number of nodes; 1 runs here.
+        processes_per_node: processes, one per device, on each node.
+        node_rank: rank of this node; None if it is not part of the job (a dry run, a cluster).
+        program: program for the launcher: ("script.py",) or ("-m", "package.module"); by default the bundled trainer.
+        arguments: arguments of the program.
+        settings: settings of the bundled trainer; None for a script.
+        model: trained model; None if only the script knows it.
+        needs_torch: whether ranks run torch; MindSpore scripts do not.
+        environment: variables besides FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
+        variables: variables of the job's stack, with reasons.
+        hosts: names of the nodes in order, if listed.
+        master_addr, master_port: rendezvous address and port, for several nodes.
+        join_timeout_seconds: start-up timeout of nodes; None: the launcher's default.
+        rank_timeout_seconds: timeout of ranks that wait for each other; None: torch's default.
+        attention_kernel: attention kernel on NVIDIA devices, for all calls that it supports.
+        numa_binding: how torchrun binds ranks to cores near their device; None: unbound.
+        grace_seconds: time from SIGTERM or SIGHUP until everything is killed, even within a step.
+        log_dir: folder for the ranks' output; None: the terminal.
+        python: interpreter of launcher and ranks.
+        launcher: program that starts the ranks of a node.
         target: a name of `targets.catalog.REGISTRY`.
-        cluster: further fields of a target's files; None for `LOCAL`.
-        online: planning settings of a script that plans while it trains; None: it follows a plan.
-        planning: options for the plan that a script's loop has made; None: there is a plan, or a stream.
+        cluster: fields for cluster targets; None for `LOCAL`.
+        online: settings of a script that plans while it trains; None: it follows a plan.
+        planning: options for the plan that the script's loop requests; None: there is a plan or a stream.
     """
 
     plan: Path
@@ -148,12 +148,12 @@ class Job:
 
     @property
     def stack(self) -> str:
-        """The kind of device of the ranks: `cpu`, `cuda`, `npu`, or `unknown` on a head node without torch."""
+        """Device kind of the ranks: `cpu`, `cuda`, `npu`, or `unknown` on a head node without torch."""
         return self.machine.device
 
     @property
     def is_bundled(self) -> bool:
-        """Return whether the bundled trainer runs, not a script."""
+        """Whether the bundled trainer runs, not a script."""
         return self.program == TRAINER
 
     @property
@@ -162,24 +162,24 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the bundled trainer's model; 0 for a script, whose model is not known."""
+        """Parameters of the bundled trainer's model; 0 for a script."""
         return 0 if self.settings is None else load_model(self.settings.model).parameters
 
     @property
     def kept_checkpoints(self) -> int:
-        """Checkpoints that the run directory needs space for; 0 for a script, which keeps its own."""
+        """Number of checkpoints in the run directory; 0 for a script, which saves its own."""
         return 0 if self.settings is None else self.settings.keep
 
     @property
     def profile(self) -> CostProfile | None:
-        """The plan's cost profile; None if it has none that can be read."""
+        """Cost profile of the plan, or None if it has no readable one."""
         return _profile(self.metadata.cost_profile)
 
     @property
     def hop_bytes(self) -> int | None:
-        """The largest message of a ring in bytes; None if the model is not known.
+        """Largest ring message in bytes; None if the model is unknown.
 
-        It is the keys and values that a device of a rank holds of its token budget: one layer, in bfloat16.
+        Keys and values of the token budget on a device, for one layer in bfloat16.
         """
         name = self.model or (self.profile.model if self.profile is not None else None)
         with suppress(ProfileError):
@@ -190,7 +190,7 @@ class Job:
         return None
 
     def job_environment(self) -> dict[str, str]:
-        """Return the job's variables on top of fcp's own environment."""
+        """Return the job's variables, on top of fcp's own environment."""
         return {
             PLAN_VARIABLE: str(self.plan.absolute()),
             METRICS_VARIABLE: str(self.paths.metrics),
@@ -201,10 +201,10 @@ class Job:
         }
 
     def started_on(self, node_rank: int) -> Job:
-        """Return the job as `fcp launch` starts it on one of its nodes: the same for --dry-run, the record and the run.
+        """Return the job as started on a node: the same for --dry-run, the launch record and the run.
 
-        The ranks print into the first `logs/start-NNN` that is not there yet, `-nodeK` behind it on several nodes. The
-        bundled trainer shows no progress itself: fcp does, from the metrics.
+        Ranks log to the first unused `logs/start-NNN`, with the suffix `-nodeK` for several nodes. The bundled trainer
+        is quiet, since fcp shows progress from the metrics.
         """
         node = "" if self.num_nodes == 1 else f"-node{node_rank}"
         number = 1
@@ -215,7 +215,7 @@ class Job:
 
 
 def unmade_plan(*, ranks: int, ranks_per_node: int, sync: Sync = "iteration", tokens_per_rank: int = 1) -> PlanMetadata:
-    """Return the metadata of a plan without a file, of which nothing else is known."""
+    """Return placeholder metadata for a plan that does not exist yet."""
     return PlanMetadata(
         fcp_version=__version__,
         num_ranks=ranks,
@@ -239,7 +239,7 @@ def _profile(text: str) -> CostProfile | None:
 
 
 def argument(words: Sequence[str], flag: str) -> str | None:
-    """Return the value of `--flag VALUE` or `--flag=VALUE` among a script's arguments; the last one counts."""
+    """Return the last value of `--flag VALUE` or `--flag=VALUE` in a script's arguments, or None."""
     found = None
     for word, following in zip(words, [*words, ""][1:], strict=True):
         if word == flag:

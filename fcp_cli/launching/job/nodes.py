@@ -1,4 +1,4 @@
-"""Spreads a plan's ranks over machines. Pure."""
+"""Distributes a plan's ranks over nodes. Pure functions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None, model: st
 
 
 def planned_nodes(metadata: PlanMetadata) -> int:
-    """Return how many machines the plan was made for.
+    """Return the number of nodes for which the plan was made.
 
-    A rank's pipeline stages lie all ranks apart, as Megatron orders its processes: they share a node only if one
-    holds all ranks of a stage, and then as many of them as the cluster's nodes have devices for.
+    In Megatron's process order, the stages of a rank are `num_ranks` processes apart: stages share a node only if it
+    holds all ranks of a stage, and then as many as fit into a node.
     """
     nodes_per_stage = -(-metadata.num_ranks // metadata.ranks_per_node)
     if nodes_per_stage > 1:
@@ -39,7 +39,7 @@ def planned_nodes(metadata: PlanMetadata) -> int:
 
 
 def planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
-    """Return the cost profile that the plan carries, as it was written; empty if it carries none."""
+    """Return the plan's cost profile as a mapping; {} if it has none."""
     try:
         profile = parse_yaml(metadata.cost_profile, name="the plan's cost profile", error=PlanError)
     except PlanError:
@@ -48,12 +48,12 @@ def planned_profile(metadata: PlanMetadata) -> dict[str, Any]:
 
 
 def planned_cluster(metadata: PlanMetadata) -> str:
-    """Return the cluster that the plan's cost profile names; "" if there is none."""
+    """Return the cluster named in the plan's cost profile, or ""."""
     return str(planned_profile(metadata).get("cluster") or "")
 
 
 def _devices_per_node(metadata: PlanMetadata) -> int | None:
-    """Return those of the plan's cluster; None if it is unknown, or this machine: one node with any number of cores."""
+    """Return the devices per node of the plan's cluster; None if it is unknown or is this machine."""
     try:
         cluster = load_cluster(planned_cluster(metadata))
     except ProfileError:
@@ -70,7 +70,7 @@ def place(
     must_fit: bool,
     model: str | None = None,
 ) -> tuple[int, int]:
-    """Spread the job over `nodes` machines; by default all of it runs here. Return machines and processes on each.
+    """Distribute the job over nodes, by default only this one; return (nodes, processes per node).
 
     Args:
         plan: the plan for messages.

@@ -1,21 +1,21 @@
-"""Commands as text: quoted so that every word arrives unchanged, some with variables that only the node knows."""
+"""Quotes commands, so that every word arrives unchanged; words may contain variables that only the node knows."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
 
-# No argument of a process can hold it, so it never occurs in a real word.
+# Process arguments cannot contain NUL.
 _MARK = "\0"
 
 
 def variable(name: str) -> str:
-    """Return a stretch of a word that is the value of a variable on the machine that runs the command."""
+    """Return a placeholder for a shell variable on the machine that runs the command."""
     return f"{_MARK}{name}{_MARK}"
 
 
 def quote(word: str) -> str:
-    """Quote a word as shlex.quote does; variables are put in double quotes, as in --node-rank="$SLURM_NODEID"."""
+    """Quote a word like shlex.quote; variables are double-quoted, as in --node-rank="$SLURM_NODEID"."""
     if not word:
         return "''"
     pieces = enumerate(word.split(_MARK))
@@ -28,6 +28,6 @@ def join(words: Iterable[str]) -> str:
 
 
 def kubernetes_word(word: str) -> str:
-    """Write a word as a container's command takes it: no shell, but $(NAME) is replaced and $$ is a dollar sign."""
+    """Format a word for a container command, which has no shell: variables become $(NAME), and $ becomes $$."""
     pieces = enumerate(word.split(_MARK))
     return "".join(f"$({piece})" if index % 2 else piece.replace("$", "$$") for index, piece in pieces)

@@ -1,6 +1,6 @@
-"""The targets of `fcp launch`: which files each is made of, and how a node learns its number there.
+"""Targets of `fcp launch`: the files of each, and how a node learns its rank there.
 
-Other packages add targets by entry points of the group `fcp.targets`, each of which names a `Target`.
+Third-party packages add targets by entry points of the group `fcp.targets`, each of which names a `Target`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ HOSTFILE = "hostfile"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A place to run jobs that this machine only describes.
+    """A scheduler or platform to run jobs on, for which this machine writes files.
 
     Attributes:
-        template: the template of the file that starts a node's ranks, without suffix; `--template` replaces it.
-        others: further files, rendered by templates of the same values.
-        folder: the folder of these templates, NAME.j2 each; None: the shipped ones.
-        options: the options of `fcp launch` that it takes, by field of `ClusterOptions`, besides `template`, `python`
-            and `env`.
-        is_container: whether ranks run in a container, whose `image` must be given.
-        node: how a node learns its number and the first node's address.
-        ready: makes a word ready for the template; see `template_values`.
-        start: the command that starts the job, given the folder of its files.
+        template: template of the file that starts a node's ranks, without suffix; `--template` replaces it.
+        others: further files, rendered with the same values.
+        folder: folder of the templates NAME.j2; None: the shipped ones.
+        options: supported options of `fcp launch`, by field of `ClusterOptions`, besides `template`, `python` and
+            `env`.
+        is_container: whether ranks run in a container, which requires `image`.
+        node: returns how a node learns its rank and node 0's address.
+        ready: quotes a word for the template; see `template_values`.
+        start: returns the command that starts the job from the folder of its files.
     """
 
     template: str
@@ -57,9 +57,9 @@ _OF_CONTAINERS = frozenset(
 
 
 def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job], NodeFacts]:
-    """Return how a node learns its number, by the variable `rank`, and the first node's address.
+    """Return node facts: its rank from the variable `rank`, and node 0's address.
 
-    In the address and in the name of its logs, {name} is replaced by the job's name.
+    {name} in the address and in the log name is replaced by the job's name.
     """
 
     def node(job: Job) -> NodeFacts:
@@ -72,12 +72,12 @@ def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job],
 
 
 def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
-    """Return a target whose one file an operator of Kubernetes takes.
+    """Return a target with a single file for a Kubernetes operator.
 
     Args:
-        template: the template of the file.
-        rank: the variable that holds a node's number.
-        first_node: its address; {name} is replaced by the job's name.
+        template: template of the file.
+        rank: variable with the node rank.
+        first_node: node 0's address; {name} is replaced by the job's name.
     """
     return Target(
         template=template,
@@ -123,7 +123,7 @@ TARGETS = {
         template="ray_job.py",
         options=frozenset({"job_name"}),
         node=_node("NODE_RANK", variable("MASTER_ADDR")),
-        ready=shell.kubernetes_word,  # the script replaces $(NAME) as Kubernetes does
+        ready=shell.kubernetes_word,  # the script replaces $(NAME) like Kubernetes
         start=lambda folder: ("ray", "job", "submit", "--", "python", str(folder / "ray_job.py")),
     ),
     # JobSet gives every pod a name: set-job-number-index.set
@@ -134,12 +134,12 @@ TARGETS = {
 
 
 ALSO_CALLED = {"kubernetes": "trainjob", "k8s": "trainjob"}
-"""Names that people type for a target."""
+"""Aliases of targets."""
 REGISTRY = Registry("fcp.targets", "target", "--target", (LOCAL, *TARGETS, *ALSO_CALLED))
 
 
 def target_of(name: str) -> Target:
-    """Return a target other than `LOCAL` by its name."""
+    """Return a target by name, except `LOCAL`."""
     if name in TARGETS:
         return TARGETS[name]
     plugin = REGISTRY.plugin(name)
@@ -150,7 +150,7 @@ def target_of(name: str) -> Target:
 
 
 def job_files(target: Target, job: Job, *, template: Path | None = None) -> dict[str, str]:
-    """Return name and text of a job's files, the one that starts a node's ranks first. Nothing is written."""
+    """Return the texts of a job's files by name, beginning with the one that starts a node's ranks."""
     with _faults_named(job.target):
         values = template_values(job, target.node(job), target.ready)
     rendered = [(name, _template(target, name)) for name in (target.template, *target.others)]
@@ -158,23 +158,23 @@ def job_files(target: Target, job: Job, *, template: Path | None = None) -> dict
         rendered[0] = target.template, template
     files = {name: render(path, values) for name, path in rendered}
     for name, text in files.items():
-        # Bytes of an argument or a path that are no UTF-8 appear in a text as lone surrogates.
+        # Non-UTF-8 bytes in arguments or paths appear as lone surrogates.
         if lone := re.search("[\ud800-\udfff]+", text):
             raise UsageError(f"{name} cannot hold {lone[0]!a}: an argument or a path is not UTF-8 text")
     return files
 
 
 def start_command(target: Target, job: Job, folder: Path) -> tuple[str, ...]:
-    """Return the words that start a job whose files are in this folder."""
+    """Return the command that starts a job from the folder of its files."""
     with _faults_named(job.target):
         words = tuple(target.start(folder))
-        shlex.join(words)  # raises unless all are texts
+        shlex.join(words)  # raises unless all words are strings
         return words
 
 
 @contextmanager
 def _faults_named(name: str) -> Iterator[None]:
-    """Turn an exception of another package's target into one line that names the package."""
+    """Turn an exception of a third-party target into one line that names its package."""
     try:
         yield
     except FcpError:

@@ -1,4 +1,4 @@
-"""Completes a job for a cluster with the options that were typed, and records its assumptions."""
+"""Completes a cluster job from options, and records assumptions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.reading.documents import read_text
 
 _DECISIVE = {"hostfile": "scripts", "sbatch_option": "slurm", "srun_option": "slurm", "image": "trainjob"}
-"""Option -> the target that it implies without --target; other options fit several."""
+"""Option -> target that it implies without --target; other options fit several targets."""
 _OF_ALL = frozenset({"template", "python", "env"})
 
-# Names as Kubernetes has them (RFC 1123).
+# Kubernetes names (RFC 1123).
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
 _MOST_NAME = 253
@@ -69,7 +69,7 @@ _SHAPES = {
         "CLAIM:/path, a persistent volume claim and its mount path",
     ),
 }
-"""Option -> the pattern of its values, whose groups templates see, and what messages say of it."""
+"""Option -> pattern of its values, whose groups are passed to templates, and its description in messages."""
 _SAME_NAME = {"h100": "H100", "h200": "H200", "b200": "B200"}
 _ACCELERATORS = {
     "skypilot": {"a100": "A100-80GB", "a100-40gb": "A100", **_SAME_NAME},
@@ -80,7 +80,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def choose_target(request: ClusterOptions) -> str:
-    """Return the target that was named, or that an option belongs to; else `local`."""
+    """Return the named target, or the one implied by an option, else `local`."""
     meant = next((target for name, target in _DECISIVE.items() if getattr(request, name)), LOCAL)
     target = ALSO_CALLED.get(request.target or "", request.target or meant)
     takes = frozenset[str]() if target == LOCAL else target_of(target).options | _OF_ALL
@@ -92,7 +92,7 @@ def choose_target(request: ClusterOptions) -> str:
 
 
 def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str | None) -> None:
-    """Refuse options that would do nothing: they are a misunderstanding."""
+    """Raise UsageError for options without effect: they indicate a misunderstanding."""
     given = {"--node-rank": node_rank, "--master-addr": master_addr}
     for flag, value in given.items():
         if value is not None:
@@ -100,7 +100,7 @@ def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str
 
 
 def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
-    """Return the nodes that were listed; empty if none were."""
+    """Return the listed nodes, or ()."""
     if request.hostfile is None:
         return ()
     hosts = read_hostfile(request.hostfile)
@@ -110,9 +110,9 @@ def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[str, ...]:
-    """Return the nodes of a file as MindSpeed's scripts and DeepSpeed have it, node 0 first.
+    """Read a hostfile as used by MindSpeed's scripts and DeepSpeed, node 0 first.
 
-    They are names or addresses, one a line, without their attributes (`slots=8`) and without `#` lines.
+    It has a name or address per line; attributes (`slots=8`) and comments (`#`) are ignored.
     """
     lines = read_text(path, error=UsageError, label="the hostfile ").splitlines()
     hosts: dict[str, int] = {}
@@ -121,7 +121,7 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
         if not host:
             continue
         user, at, machine = host.rpartition("@")
-        # ssh would take -oProxyCommand=... for an option.
+        # ssh would interpret -oProxyCommand=... as an option.
         if not is_host(machine) or (at and not _SSH_USER.fullmatch(user)):
             raise UsageError(f"{path}, line {number}: {host!r} is not a host; write a name or an address, e.g. node0")
         if host in hosts:
@@ -141,13 +141,13 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
 def cluster_machine(
     device: str, metadata: PlanMetadata, find_machine: Callable[[], LocalDevices], assumed: Assumptions
 ) -> LocalDevices:
-    """Return the machines that the job will run on, of which only the kind of device is known here.
+    """Return the job's machines, of which only the device kind is known here.
 
     Args:
-        device: the device, as given; `auto` takes that of the cluster that the plan was made for.
-        metadata: the metadata of the plan.
-        find_machine: inspects this machine, if the plan was made for it.
-        assumed: receives the choices.
+        device: device kind as given; `auto`: that of the plan's cluster.
+        metadata: metadata of the plan.
+        find_machine: detects this machine, if the plan was made for it.
+        assumed: records the choices.
     """
     if device == "auto":
         cluster = planned_cluster(metadata)
@@ -157,7 +157,7 @@ def cluster_machine(
 
 
 def _device_kind(cluster: str) -> str:
-    """`npu` for clusters of Ascend devices, else `cuda`: schedulers hand out accelerators of one of the two kinds."""
+    """Return `npu` for Ascend clusters, else `cuda`: schedulers assign accelerators of these kinds."""
     from fcp_cli.models.cluster import load_cluster
 
     try:
@@ -167,9 +167,9 @@ def _device_kind(cluster: str) -> str:
 
 
 def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
-    """Complete a job that was resolved as if it ran here with everything that the templates of its target need.
+    """Complete a resolved job with everything that its target's templates need.
 
-    Variables that the user has set here are set on the nodes, too.
+    Variables that the user has set here are also set on the nodes.
     """
     target = target_of(job.target)
     if target.is_container and request.image is None:
@@ -201,7 +201,7 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
 
 
 def option_values(request: ClusterOptions, target: Target, job: Job, assumed: Assumptions) -> dict[str, Any]:
-    """Return the variables of templates that options set, by the names in docs/reference/templates.md."""
+    """Return template variables set by options; see docs/reference/templates.md."""
     rdma = {} if request.rdma_resource is None else _parts("--rdma-resource", request.rdma_resource)
     return {
         "setup": request.setup,
@@ -230,7 +230,7 @@ def _python(request: ClusterOptions, *, is_container: bool, assumed: Assumptions
 
 
 def _accelerator(given: str | None, job: Job) -> str:
-    """Return the accelerator of a node as the target names it; "" on CPUs and if the target needs no name."""
+    """Return the target's name for a node's accelerator; "" on CPUs and if the target needs none."""
     names = _ACCELERATORS.get(job.target)
     if names is None or job.stack == "cpu":
         return ""
@@ -256,7 +256,7 @@ def _option_of(program: str, text: str) -> str:
 
 
 def _parts(flag: str, text: str) -> dict[str, str]:
-    """Return the named parts of an option's value, "" for those that it leaves out."""
+    """Return the named parts of an option's value; missing ones are ""."""
     pattern, wanted = _SHAPES[flag]
     found = re.fullmatch(pattern, text)
     if found is None:
@@ -265,19 +265,19 @@ def _parts(flag: str, text: str) -> dict[str, str]:
 
 
 def _checked(flag: str, text: str | None) -> str:
-    """Return the value of an option of one part; "" for None."""
+    """Return the validated value of a single-part option; "" for None."""
     if text is not None:
         _parts(flag, text)
     return text or ""
 
 
 def _pairs(flag: str, given: tuple[str, ...]) -> dict[str, str]:
-    """Return names and values that were given as NAME=VALUE."""
+    """Parse NAME=VALUE options."""
     return {found["name"]: found["value"] for found in (_parts(flag, text) for text in given)}
 
 
 def _variable(flag: str, text: str, example: str) -> tuple[str, str | None]:
-    """Return name and value of NAME[=VALUE]."""
+    """Parse NAME[=VALUE]."""
     name, equals, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):
         raise UsageError(f"{flag} is {text!r}; it must be the name of a variable and a value, as {example}")

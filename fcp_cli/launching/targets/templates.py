@@ -1,4 +1,4 @@
-"""Renders the templates in `launchers/`, or a site's own. A name that is not there is an error with its line."""
+"""Renders templates in `launchers/`, or custom ones. An undefined name is an error with its line."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ SUFFIX = ".j2"
 
 
 def shipped_template(name: str) -> Path:
-    """Return the template that is shipped with fcp."""
+    """Return the path of a shipped template."""
     return shipped("launchers") / f"{name}{SUFFIX}"
 
 
 def render(template: Path, values: Mapping[str, Any]) -> str:
-    """Fill in one template. It may extend or include shipped ones, and files of its folder.
+    """Render a template. It may extend or include shipped ones and files in its folder.
 
     Args:
         template: jinja2, in UTF-8.
-        values: the values by the names that it uses.
+        values: values by variable name.
     """
     import jinja2
 
@@ -42,7 +42,7 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
 
     text = read_text(template, error=UsageError, label="the template ", most_bytes=MOST_TEMPLATE_BYTES)
     try:
-        # Compiled under its own path, so that a traceback through it has its line numbers.
+        # Compiled under its own path, so that tracebacks have its line numbers.
         return rendered(_sandbox(template).compiled(text, name=template.name, file=str(template)), values)
     except UsageError:
         raise
@@ -60,7 +60,7 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
         hint = did_you_mean(message.split("'")[1] if "'" in message else "", values)
         hint = hint or "; docs/reference/templates.md lists the variables of a template"
         raise UsageError(f"{_place(error, template)}: {message}{hint}") from error
-    except Exception as error:  # a template is a program: any error is the template's
+    except Exception as error:  # a template is a program, which may raise anything
         raise UsageError(f"{_place(error, template)}: {type(error).__name__}: {error}") from error
 
 
@@ -83,11 +83,11 @@ def _sandbox(template: Path) -> Sandbox:
 
 
 def command_lines(words: Sequence[str], indent: int) -> str:
-    """Return quoted words over several lines of a script, each option with its value, continued `indent` columns in."""
+    """Format quoted words over several script lines, one option with its value per line, indented by `indent`."""
     lines = [words[0]]
     for before, word in itertools.pairwise(words):
         is_option = word.lstrip("'").startswith("-")
-        # An interpreter and its -m stay together; so do an option and its value.
+        # Keep an interpreter and its -m together, and an option and its value.
         runs_module = word == "-m" and lines[-1] == before
         if (is_option and not runs_module) or before == "--" or (before.startswith("-") and "=" in before):
             lines.append(word)
@@ -97,20 +97,20 @@ def command_lines(words: Sequence[str], indent: int) -> str:
 
 
 def yaml_scalar(value: Any) -> str:
-    """Return a text or number in YAML on one line, with any characters."""
+    """Format a text or number as one-line YAML, with any characters."""
     style = '"' if isinstance(value, str) else None
     text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def yaml_block(text: str) -> str:
-    """Return a text of several lines in YAML: as a literal block, unless it has characters that need quotes."""
+    """Format a multi-line text as a YAML literal block, or quoted if its characters require it."""
     dumped: str = yaml.safe_dump(text, default_style="|", width=math.inf, allow_unicode=True)
     return dumped.removesuffix("\n")
 
 
 def _place(error: BaseException, template: Path) -> str:
-    """Return the innermost line of a template that the error passed through."""
+    """Return the innermost template line that the error passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     templates = {str(template.parent), str(shipped("launchers"))}
     found = [frame for frame in frames if str(Path(frame.filename).parent) in templates]

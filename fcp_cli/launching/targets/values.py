@@ -1,4 +1,4 @@
-"""The variables of a target's templates: one dictionary made of a job."""
+"""Template variables of a job."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fcp_cli.launching.job.commands import node_argv, node_environment
 from fcp_cli.launching.job.job import Job
 from fcp_cli.words import has_control_characters
 
-# A Kubernetes name has at most 63 characters, and controllers append to it.
+# Kubernetes names have at most 63 characters, and controllers append to them.
 _LONGEST_NAME = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """Facts that only the node knows, as a `shell.variable` or a text that holds some.
+    """Values that only the node knows, as a `shell.variable` or a text with variables.
 
     Attributes:
-        rank: the node's number.
+        rank: node rank.
         master_addr: address of node 0.
-        log_name: folder of this start and node below the run's logs.
+        log_name: log folder of this start and node, below the run's logs.
     """
 
     rank: str
@@ -35,12 +35,12 @@ class NodeFacts:
 
 
 def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> dict[str, Any]:
-    """Return every variable that a template sees; docs/reference/templates.md lists them.
+    """Return all template variables; see docs/reference/templates.md.
 
     Args:
-        job: the job to launch on a cluster.
-        node: how a node finds its own number.
-        ready: makes a word ready for the file: `shell.quote` or `shell.kubernetes_word`.
+        job: cluster job.
+        node: how a node learns its rank and node 0's address.
+        ready: quotes a word for the file: `shell.quote` or `shell.kubernetes_word`.
     """
     cluster = job.cluster
     assert cluster is not None
@@ -75,13 +75,13 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
 
 
 def _sbatch_output(folder: Path) -> str:
-    """Return a Slurm job's log as a directive of its script holds it, which ends with its line."""
+    """Return the log path for an #SBATCH directive, which must be a single line."""
     if has_control_characters(str(folder)):
         raise UsageError(f"{str(folder)!r} has a control character, which files of a job cannot hold; rename it")
     return shlex.quote(f"{str(folder).replace('%', '%%')}/slurm-%j.log")
 
 
 def job_name(text: str) -> str:
-    """Return a name that Slurm and Kubernetes take, out of any text."""
+    """Convert any text to a name valid in Slurm and Kubernetes."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower())[:_LONGEST_NAME].strip("-")
     return name if name[:1].isalpha() else f"fcp-{name}".rstrip("-")

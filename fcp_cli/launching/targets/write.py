@@ -1,4 +1,4 @@
-"""Puts generated files into a folder, and hands a job to Slurm."""
+"""Writes generated files, and submits jobs to Slurm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fcp_cli.files import write_text_atomically
 
 
 def write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> None:
-    """Write all files, each whole, into a folder that is made if it is not there."""
+    """Write all files atomically to a folder, which is created if missing."""
     for name in files:
         if not overwrite and (folder / name).exists():
             raise FcpError(f"{folder / name} is there already; replace it with --force, or choose another folder")
@@ -25,13 +25,13 @@ def write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> N
 
 
 def require_sbatch() -> None:
-    """Raise RunError if this is no machine that jobs are submitted from."""
+    """Raise RunError if sbatch is not available here."""
     if shutil.which("sbatch") is None:
         raise RunError("there is no sbatch on this machine; write the script with -o DIR and submit it where Slurm is")
 
 
 def submit(argv: Sequence[str]) -> str:
-    """Run sbatch; return its answer."""
+    """Run sbatch and return its output."""
     result = subprocess.run(argv, capture_output=True, text=True, check=False)
     if result.returncode:
         words = (result.stderr.strip() or result.stdout.strip() or f"status {result.returncode}").splitlines()
