@@ -96,7 +96,7 @@ WRONG_MESSAGES = snapshot(
         "a prefix as text": "ManifestError: FOLDER/d.parquet: sequence 0, column 'shape': 'a' is not a whole number of tokens; correct the data",
         "spans that are numbers": "ManifestError: FOLDER/d.parquet: sequence 0, column 'shape': '[0, 3]' is not a list of [start, stop] of spans; correct the data",
         "spans out of order": "ManifestError: FOLDER/d.parquet: sequence 0, column 'shape': span (0, 3) of a mask does not follow token 7; spans are (start, stop), ascending; correct the data",
-        "chunks that do not make the sequence": "ManifestError: FOLDER/d.parquet: sequence 2, column 'shape': it has 8 tokens, but its mask has chunk pairs of 6 tokens, which cannot be cut; correct the data",
+        "chunks that do not make the sequence": "ManifestError: FOLDER/d.parquet: sequence 2, column 'shape': it has 8 tokens, but its mask has chunk pairs of 6 tokens, which cannot be truncated; correct the data",
         "another column": "ManifestError: FOLDER/d.parquet has no column 'other' for --mask; its columns are input_ids, shape",
     }
 )
@@ -123,7 +123,9 @@ def test_numbers_and_texts_that_no_column_holds_are_one_line(tmp_path: Path, val
 
 @pytest.mark.parametrize("text", ["causal", "prefix", "full:shape"])
 def test_what_is_no_rule_is_named(text: str) -> None:
-    with raises(f"UsageError: --mask {text}: it is full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"):
+    with raises(
+        f"UsageError: --mask {text} is not one of full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
+    ):
         mask_rule(text)
 
 

@@ -248,7 +248,7 @@ FILES: dict[str, tuple[str, bytes]] = {
 FILES_MESSAGES = snapshot(
     {
         "a video without a rate": "ManifestError: FOLDER/s.tar: a: a video needs 'frames', or 'duration' in seconds and 'fps'",
-        "no picture": "ManifestError: FOLDER/s.tar: a.png has no header of an image that is known",
+        "no picture": "ManifestError: FOLDER/s.tar: a.png has no header of a known image format",
         "a picture without text": "ManifestError: FOLDER/s.tar: a: 'text_tokens' is missing; it must be a whole number >= 0",
         "a sample of damaged JSON": "ManifestError: FOLDER/s.tar: a.json is not JSON: b'{'",
         "no tar": "ManifestError: FOLDER/s.tar cannot be read as an uncompressed tar: there is no header at byte 0",

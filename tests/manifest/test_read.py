@@ -210,7 +210,7 @@ REFUSALS = snapshot(
         "lengths of 0": "m.parquet: row 1 of column 'length' is 0; lengths must be > 0 tokens (2 such rows in all); drop such rows or name another column with --length-column",
         "a negative length": "m.parquet: row 2 of column 'length' is -3; lengths must be > 0 tokens (1 such row in all); drop such rows or name another column with --length-column",
         "a null": "m.parquet: row 0 of column 'length' is null; lengths must be > 0 tokens (1 such row in all); drop such rows or name another column with --length-column",
-        "lengths of 0 alone": "m.parquet: row 0 of column 'length' is 0; lengths must be > 0 tokens (every row is such); drop such rows or name another column with --length-column",
+        "lengths of 0 alone": "m.parquet: row 0 of column 'length' is 0; lengths must be > 0 tokens (all rows); drop such rows or name another column with --length-column",
         "a length beyond 31 bits": "m.parquet: row 1 of column 'length' is 2147483648; lengths must be at most 2147483647 tokens (1 such row in all); drop such rows or name another column with --length-column",
         "a null among floats": "m.parquet: row 1 of column 'length' is null; lengths must be > 0 tokens (1 such row in all); drop such rows or name another column with --length-column",
         "half a token": "m.parquet: row 1 of column 'length' is 2.5; lengths must be whole numbers of tokens; round them or name another column with --length-column",

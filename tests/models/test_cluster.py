@@ -56,7 +56,7 @@ def test_a_cluster_is_priced_for_the_kernel_that_is_asked_for() -> None:
     assert h100.running("auto") == h100 and h100.attention_kernel == "cudnn"
     assert h100.running("fa2").attention_rate == h100.attention["fa2"]
     with pytest.raises(
-        UsageError, match=r"--attention-kernel fa4: h100-8x8 has no rate of it; known there: cudnn, fa3"
+        UsageError, match=r"--attention-kernel fa4: h100-8x8 has no rate for it; known there: cudnn, fa3"
     ):
         h100.running("fa4")
     with pytest.raises(UsageError, match=r"--attention-kernel fa2: example-8x8 has no rate of it; its rate is of any"):

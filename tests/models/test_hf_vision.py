@@ -163,10 +163,10 @@ REFUSED_MESSAGES = snapshot(
         "another language model": "ProfileError: FOLDER/config.json: text_config.model_type is 'llama'; known for gemma3: gemma3_text",
         "a head": "ProfileError: FOLDER/config.json: vision_config.vision_use_head is True; only False is known",
         "image tokens that are no square": "ProfileError: FOLDER/config.json: mm_tokens_per_image is 250; it must be the square of an integer",
-        "patches that are no squares": "ProfileError: FOLDER/config.json: vision_config.patch_size is [14, 16]; known are squares",
+        "patches that are no squares": "ProfileError: FOLDER/config.json: vision_config.patch_size is [14, 16]; only squares are supported",
         "a size as text": "ProfileError: FOLDER/config.json: image_size is 'large'; it must be a positive integer",
         "normalised queries and keys": "ProfileError: FOLDER/config.json: vision_config.qk_normalization is True; only False is known",
-        "a ratio that merges no whole patches": "ProfileError: FOLDER/config.json: downsample_ratio is 0.3; known are 1 / n",
+        "a ratio that merges no whole patches": "ProfileError: FOLDER/config.json: downsample_ratio is 0.3; only 1 / n is supported",
         "another width than the language model's": "ProfileError: FOLDER/config.json: vision.out_hidden_size 2048 differs from text.hidden_size 3584",
         "no blocks": "ProfileError: FOLDER/config.json: vision_config: depth is -1; it must be a whole number of at least 1",
     }

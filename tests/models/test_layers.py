@@ -126,7 +126,7 @@ LAYERS_MESSAGES = snapshot(
         "windows without a size": "ProfileError: FOLDER/config.json: attention has window layers, and window_tokens is missing",
         "more experts for a token than there are": "ProfileError: FOLDER/config.json: experts.active 4 exceeds experts.count 3",
         "experts of which none is said to be active": "ProfileError: FOLDER/config.json: experts.active is missing",
-        "experts in some layers alone": "ProfileError: FOLDER/config.json: mlp_only_layers is [3]; known are models in which all layers have experts, but for the first",
+        "experts in some layers alone": "ProfileError: FOLDER/config.json: mlp_only_layers is [3]; only models with experts in all layers but the first are supported",
     }
 )
 

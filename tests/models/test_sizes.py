@@ -57,7 +57,8 @@ def test_a_figure_beyond_its_meaning_is_refused(tmp_path: Path, key: str, value:
 def test_a_rotation_that_grows_with_the_longest_position_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | settings))
     with pytest.raises(
-        ProfileError, match=r"rotates by the longest position that a rank sees.*; choose another, such as"
+        ProfileError,
+        match=r"depends on the longest position on a rank, so it cannot follow a plan; choose another, such as",
     ):
         load_model(tmp_path)
 

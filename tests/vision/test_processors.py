@@ -361,7 +361,7 @@ FOREIGN_MESSAGES = snapshot(
         "an unknown image processor": "ManifestError: FOLDER has the image processor 'CLIP'; fcp knows Qwen-VL's, InternVL's, Gemma 3's and Gemma 4's",
         "an unknown video processor": "ManifestError: FOLDER has the video processor 'Qwen2VLVideo'; fcp knows Qwen3VLVideoProcessor and Qwen2VLVideoProcessor",
         "a cap on pixels of frames": "ManifestError: FOLDER caps the pixels of each video frame, which fcp does not model yet",
-        "a number of frames": "ManifestError: FOLDER takes num_frames of each video, which fcp does not model; set fps in its place",
+        "a number of frames": "ManifestError: FOLDER takes num_frames of each video, which fcp does not support; set fps instead",
         "a size that is half said": "ManifestError: FOLDER/preprocessor_config.json has no 'longest_edge', which the number of visual tokens depends on",
     }
 )

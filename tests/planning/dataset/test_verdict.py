@@ -92,7 +92,7 @@ def test_ranks_that_the_batches_do_not_need_are_named_in_place_of_other_settings
     verdict = replace(VERDICT, remedy=REMEDY, num_ranks=64, enough_ranks=8)
     lines = verdict_lines(verdict)
     text = " ".join(lines)
-    assert "64 ranks are too many for these batches: 8 ranks with this token budget would be as fast." in text
+    assert "64 ranks are too many for these batches: 8 ranks with this budget would be as fast." in text
     assert "What helps more" not in text and len(lines) <= 4
 
 
