@@ -182,6 +182,7 @@ def test_compiled_functions_call_none_of_other_folders() -> None:
     assert found == set()
 
 
+@pytest.mark.lengthy
 def test_test_modules_without_a_marker_of_pytorch_do_not_import_it() -> None:
     """`make fast` collects them, and importing PyTorch takes longer than most of its tests."""
     found: dict[str, str] = {}
