@@ -1,4 +1,4 @@
-"""Turn off the packing of frameworks around transformers' Trainer: under a plan, the plan packs."""
+"""Disables sequence packing in frameworks around transformers' Trainer: under a plan, the plan packs sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fcp_cli.integrations.requirements import require
 
 
 def unpack_llama_factory(parser: ModuleType) -> None:
-    """Turn off `packing` (on by default in pretraining) and `neat_packing` in `llamafactory.hparams.parser`."""
+    """Disable `packing` (on by default in pretraining) and `neat_packing` in `llamafactory.hparams.parser`."""
     require(parser, "get_train_args", ("args",), found="this LLaMA-Factory", advice="version known to work: 0.9.5")
     own = parser.get_train_args
 
@@ -29,33 +29,33 @@ def unpack_llama_factory(parser: ModuleType) -> None:
 
 
 def unpack_swift(sft_args: ModuleType) -> None:
-    """Turn off `packing` in the arguments of `swift.arguments.sft_args`."""
+    """Disable `packing` in the arguments of `swift.arguments.sft_args`."""
     require(sft_args, "SftArguments.__post_init__", (), found="this ms-swift", advice="version known to work: 4.6.0")
     _before_post_init(sft_args.SftArguments, "ms-swift", ("packing",), ("packing_length", "max_length"))
 
 
 def unpack_trl(sft_config: ModuleType) -> None:
-    """Turn off `packing` in `trl.trainer.sft_config`."""
+    """Disable `packing` in `trl.trainer.sft_config`."""
     require(sft_config, "SFTConfig.__post_init__", (), found="this TRL", advice="version known to work: 1.16.0")
     _before_post_init(sft_config.SFTConfig, "TRL", ("packing",), ("max_length",))
 
 
 def unpack_axolotl(config: ModuleType) -> None:
-    """Turn off `sample_packing`, and counts that are summed over ranks, in `axolotl.utils.config.validate_config`."""
+    """Disable `sample_packing` and metrics summed over ranks in `axolotl.utils.config.validate_config`."""
     require(config, "validate_config", ("cfg",), found="this axolotl", advice="version known to work: 0.19.0")
     own = config.validate_config
 
     @wraps(own)
     def validate_config(cfg: Any, *args: Any, **kwargs: Any) -> Any:
         _turn_off("axolotl", cfg, ("sample_packing",), ("sequence_len",))
-        cfg.eval_sample_packing = cfg.include_tkps = False  # ranks have different numbers of micro-batches to sum over
+        cfg.eval_sample_packing = cfg.include_tkps = False  # ranks have different numbers of micro-batches
         return own(cfg, *args, **kwargs)
 
     config.validate_config = validate_config  # type: ignore[attr-defined]
 
 
 def replaced_packing() -> int | None:
-    """Return the tokens of a row of the packing that was turned off last, 0 if unknown; None: none was."""
+    """Return the tokens per packed sequence of the packing disabled last, 0 if unknown; None if none was disabled."""
     return _replaced[-1] if _replaced else None
 
 

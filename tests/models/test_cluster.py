@@ -59,7 +59,9 @@ def test_a_cluster_is_priced_for_the_kernel_that_is_asked_for() -> None:
         UsageError, match=r"--attention-kernel fa4: h100-8x8 has no rate for it; known there: cudnn, fa3"
     ):
         h100.running("fa4")
-    with pytest.raises(UsageError, match=r"--attention-kernel fa2: example-8x8 has no rate of it; its rate is of any"):
+    with pytest.raises(
+        UsageError, match=r"--attention-kernel fa2: example-8x8 has no rate for it; its rate covers all"
+    ):
         load_cluster("example").running("fa2")
 
 

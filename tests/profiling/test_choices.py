@@ -109,6 +109,6 @@ def test_levels_of_recomputation_are_computed_for_the_ranks_of_a_cluster_and_nev
     with pytest.raises(UsageError, match="mixes levels, and a measurement runs one; add --analytic"):
         choose_measurement(asked, Assumptions())
     with pytest.raises(
-        UsageError, match="each stage of a pipeline choose by its own memory, which one profile cannot hold"
+        UsageError, match="each pipeline stage choose by its own memory, which one profile cannot describe"
     ):
         computed_profile(replace(asked, pipeline_parallel=2), Assumptions())

@@ -169,7 +169,7 @@ def measured(folder: Path) -> Path:
 def test_a_profile_names_its_kernel_and_what_each_kernel_is_the_quickest_of(tmp_path: Path) -> None:
     profile = profile_from_samples(read_samples(measured(tmp_path)))
     assert profile.attention_kernels == TABLE and profile.attention_kernel == "cudnn"
-    shares = "Attention kernels, by the number of shapes that each is fastest:  cudnn 1, fa2 1."
+    shares = "Attention kernels, by the number of shapes for which each is fastest: cudnn 1, fa2 1."
     assert shares in reading(profile, [1])
 
 

@@ -17,10 +17,10 @@ _REFUSED = {
     "Twice": rf"Twice.compute_loss {_HERE} calls the Trainer's own compute_loss twice",
     "TwoForwards": rf"TwoForwards.compute_loss {_HERE} calls the model 2 times for a micro-batch",
     "OtherTokens": rf"OtherTokens.compute_loss {_HERE} calls the model with other input_ids than the batch's",
-    "Averaging": rf"Averaging.compute_loss {_HERE} is no sum over tokens: [\d.]+ of a micro-batch, [\d.]+ of two halves of "
+    "Averaging": rf"Averaging.compute_loss {_HERE} is not a sum over tokens: [\d.]+ of a micro-batch, [\d.]+ of two halves of "
     r"its tokens \(relative difference 5.0e-01, at most 1e-06\)",
-    "FirstTokens": rf"FirstTokens.compute_loss {_HERE} is no sum over tokens: [\d.]+ of a micro-batch, [\d.]+ of two halves",
-    "ByRows": rf"ByRows.compute_loss {_HERE} is no sum over tokens: [\d.]+ of a micro-batch, [\d.]+ of one process \(step 0, "
+    "FirstTokens": rf"FirstTokens.compute_loss {_HERE} is not a sum over tokens: [\d.]+ of a micro-batch, [\d.]+ of two halves",
+    "ByRows": rf"ByRows.compute_loss {_HERE} is not a sum over tokens: [\d.]+ of a micro-batch, [\d.]+ of one process \(step 0, "
     r"micro-batch 0\) \(relative difference 5.0e-01",
     "Meeting": rf"Meeting.compute_loss {_HERE} calls torch.distributed.all_reduce, which ranks with fewer micro-batches would",
     "OwnStep": rf"OwnStep.training_step {_HERE} cannot run a step of the plan, .* KeyError: 'input_ids'",

@@ -97,7 +97,7 @@ def test_what_a_plan_would_leave_out_is_refused_in_one_line(name: str, tmp_path:
     [
         (
             OwnKind,
-            "OwnKind computes its own loss (compute_loss), which a plan would skip: a rank has a part of each",
+            "OwnKind computes its own loss (compute_loss), which a plan would skip: a rank has only a part of each",
         ),
         (BehindThePlan, "stands behind FollowsPlan, which runs steps in its place; derive FollowsPlan's class from"),
     ],

@@ -1,6 +1,6 @@
-"""Make a loop around an engine of DeepSpeed follow the plan: hook the function that makes engines, and torch's loader.
+"""Makes a training loop around a DeepSpeed engine follow the plan: hooks `deepspeed.initialize` and torch's DataLoader.
 
-An engine that is given to `session.steps` is left to that loop.
+An engine passed to `session.steps` is not hooked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("DeepSpeedEngine.gradient_accumulation_steps", ()),
     ("DeepSpeedEngine.zero_optimization_stage", ()),
 )
-"""Methods of `deepspeed.runtime.engine` that are hooked or called, with the arguments that are given to them."""
+"""Methods of `deepspeed.runtime.engine` that are hooked or called, with the arguments passed to them."""
 
 _RELIED_ON_TO_MAKE_ONE = (("initialize", ("model", "config")),)
 
 
 def hook_deepspeed(deepspeed: ModuleType) -> None:
-    """Hook `deepspeed`, to be called once it has been imported, before its importer sees it."""
+    """Hook `deepspeed` right after its import, before the importing module uses it."""
     found = f"DeepSpeed {deepspeed.__version__}"
     engine = importlib.import_module("deepspeed.runtime.engine")
     for module, wanted in ((deepspeed, _RELIED_ON_TO_MAKE_ONE), (engine, RELIED_ON)):
@@ -43,7 +43,7 @@ def hook_deepspeed(deepspeed: ModuleType) -> None:
 
 
 class _Loops:
-    """The engines of a script, of which a loader's first batches begin to train one."""
+    """The engines of a script; the first batches of a loader determine which one is trained."""
 
     def __init__(self) -> None:
         self._engines: list[Any] = []
@@ -51,9 +51,9 @@ class _Loops:
         self._is_reading = False
 
     def add(self, engine: Any) -> None:
-        """Watch an engine that trains; the loaders of torch are hooked with the first."""
+        """Register a training engine; the first one hooks torch's DataLoader."""
         if not callable(getattr(engine.optimizer, "step", None)) or hasattr(engine, "train_schedule"):
-            return  # of inference, or a pipeline's
+            return  # for inference, or a pipeline engine
         if not self._engines:
             self._hook_loaders()
         self._engines = [*(one for one in self._engines if one.module.training), engine]
@@ -70,12 +70,12 @@ class _Loops:
         DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
 
     def _is_training(self, loader: Any) -> bool:
-        """Return whether a loader is about to give batches to the script's loop, and the script has no loop of fcp."""
+        """Return whether a loader is about to feed a training loop of the script's own, not one of fcp."""
         import torch
 
         from fcp_cli.runtime.session.session import Session
 
-        # A script that has begun a session of fcp before any batch was asked for writes its loop around that.
+        # A script that started an fcp session before requesting any batch writes its loop around that session.
         is_of_fcp = self._loop is None and Session.has_begun
         return (
             not (self._is_reading or is_of_fcp)

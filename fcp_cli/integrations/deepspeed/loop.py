@@ -1,7 +1,7 @@
-"""Follow a plan in a loop around an engine of DeepSpeed: `engine(**batch)`, `engine.backward(loss)`, `engine.step()`.
+"""Follows a plan in a loop around a DeepSpeed engine: `engine(**batch)`, `engine.backward(loss)`, `engine.step()`.
 
-Whatever loader the loop takes batches from while the engine trains gives the plan's micro-batches: that of
-`deepspeed.initialize(training_data=...)`, or one of torch. The engine's count of steps is the step of the plan.
+The loader used while the engine trains yields the plan's micro-batches: that of
+`deepspeed.initialize(training_data=...)`, or a torch DataLoader. The engine's step counter is the plan's step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fcp_cli.integrations.hugging_face.written_loop import WrittenLoop
 
 
 class EngineLoop(WrittenLoop):
-    """One engine's way through the plan. Every rank makes it, when the first batch is asked for."""
+    """Follows the plan with one engine. Created on every rank when the first batch is requested."""
 
     NAME = "a loop around DeepSpeed's engine"
     BACKWARD = "engine.backward"
@@ -31,7 +31,7 @@ class EngineLoop(WrittenLoop):
         super().__init__(self.engine.device)
         self.model = self.engine
         self.planned = PlannedModel(self.engine.module)
-        self._next_step = int(self.engine.global_steps)  # of a checkpoint, if one was loaded
+        self._next_step = int(self.engine.global_steps)  # restored from a checkpoint, if one was loaded
         self._backward = self.engine.backward
         self.engine.backward = self._run_backward
 
@@ -50,7 +50,7 @@ class EngineLoop(WrittenLoop):
 
     def precision_and_sharding(self) -> tuple[bool, ZeroStage]:
         stage: Any = str(int(self.engine.zero_optimization_stage()))
-        return False, stage  # its 16-bit weights say so themselves
+        return False, stage  # 16-bit weights are visible in the model
 
     def _run_backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         if self.engine.module.training:

@@ -1,4 +1,4 @@
-"""Refuse, in one line and before the first step, trainer settings that a plan would silently ignore."""
+"""Rejects, in one line and before the first step, trainer settings that a plan would silently ignore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOSSES = {
     "trl.trainer.sft_trainer": "SFTTrainer",
     "trl.trainer.dpo_trainer": "DPOTrainer",
 }
-"""Module -> class of trainers whose `compute_loss` there is a planned form of."""
+"""Module -> trainer class whose `compute_loss` has a planned implementation."""
 RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Trainer.train", ("resume_from_checkpoint",)),
     ("Trainer._inner_training_loop", ("args",)),
@@ -32,7 +32,7 @@ RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Trainer.get_total_train_batch_size", ("args",)),
     ("Trainer.create_accelerator_and_postprocess", ()),
 )
-"""Methods of `transformers.trainer` that are replaced or called, with the arguments that are given to them by name."""
+"""Methods of `transformers.trainer` that are replaced or called, with the arguments passed to them by name."""
 RELIED_ON_OF_TRL: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("add_fused_lm_head", ("model", "outputs")),
     (
@@ -42,12 +42,12 @@ RELIED_ON_OF_TRL: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Functions of `trl.trainer.utils` that are called, with their arguments."""
 COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
-"""Attributes of TRL's trainers that hold figures to be logged."""
+"""Attributes of TRL's trainers that hold metrics to be logged."""
 _LOSSES_OF_A_BATCH = ("aot", "aot_unpaired", "sft")
 
 
 def check_trainer_module(trainer: ModuleType) -> None:
-    """Check the methods of `transformers.trainer.Trainer` that are replaced or relied on."""
+    """Check that the methods of `transformers.trainer.Trainer` that are hooked or called exist."""
     import transformers
 
     found = f"transformers {transformers.__version__}"
@@ -55,7 +55,7 @@ def check_trainer_module(trainer: ModuleType) -> None:
 
 
 def check_trl(utils: ModuleType, trainer: Any) -> None:
-    """Check the fused head of `trl.trainer.utils`, and that a trainer has the attributes of its logged figures."""
+    """Check that TRL has the fused head, and that a trainer has the attributes of its logged metrics."""
     import trl
 
     found = f"trl {trl.__version__}"
@@ -69,7 +69,7 @@ def check_trl(utils: ModuleType, trainer: Any) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Check the script's settings of a trainer."""
+    """Check the script's trainer settings."""
     for refusals in (_refused_overrides, _refused_settings, _refused_models, _refused_of_trl):
         for is_refused, reason in refusals(trainer):
             if is_refused:
@@ -77,7 +77,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def loss_class(trainer: Any) -> Any:
-    """Return the class of `LOSSES` that a trainer is of, whose `compute_loss` there is a planned form of."""
+    """Return a trainer's base class in `LOSSES`, whose `compute_loss` has a planned implementation."""
     return next(kind for kind in type(trainer).__mro__ if (kind.__module__, kind.__name__) in LOSSES.items())
 
 
@@ -87,13 +87,13 @@ def loss_kind(trainer: Any) -> str:
 
 
 def loss_function_of(trainer: Any) -> str | None:
-    """Return, for messages, the name and place of the trainer's `compute_loss_func`; None if it has none."""
+    """Return, for messages, the name and location of the trainer's `compute_loss_func`; None if it has none."""
     function = trainer.compute_loss_func
     return None if function is None else f"compute_loss_func ({place_of(function)})"
 
 
 def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
-    """Check that the trainer's global batches and steps are the plan's, which its schedules and logs count."""
+    """Check that the trainer's global batch size and steps are the plan's, since its schedules and logs count them."""
     args = trainer.args
     check_global_batch(
         metadata,
@@ -121,12 +121,12 @@ def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
 
 
 def check_global_batch(metadata: PlanMetadata, batch: int, made_of: str) -> None:
-    """Raise RunError unless the plan is one of training, on as many sequences a step as the script.
+    """Raise RunError unless the plan is for training with the script's global batch size.
 
     Args:
-        metadata: the metadata of the plan.
-        batch: sequences of a step of the script, over all ranks.
-        made_of: the script's settings that give them.
+        metadata: metadata of the plan.
+        batch: global batch size of the script, in sequences.
+        made_of: script settings that determine it.
     """
     require_training(metadata)
     size = metadata.global_batch_size
@@ -141,9 +141,9 @@ def check_steps(metadata: PlanMetadata, plan: Any, wanted: int, asked: str) -> N
     """Raise RunError if a script trains more steps than the plan has.
 
     Args:
-        metadata, plan: the plan's, and its file.
-        wanted: steps of the script.
-        asked: the script's setting that gives them.
+        metadata, plan: metadata of the plan and its file.
+        wanted: number of steps of the script.
+        asked: script setting that determines it.
     """
     if wanted > metadata.end_step:
         epochs = math.ceil(wanted / max(metadata.steps_per_epoch, 1))
@@ -154,12 +154,12 @@ def check_steps(metadata: PlanMetadata, plan: Any, wanted: int, asked: str) -> N
 
 
 def _refused_overrides(trainer: Any) -> Iterable[tuple[bool, str]]:
-    """Yield the methods of the script's own class that no plan can run."""
+    """Yield overridden methods that no plan can run."""
     owner = owner_of(trainer, "compute_loss")
     yield (
         find_override(trainer, "compute_loss") is None and owner is not loss_class(trainer),
-        f"{owner.__name__} computes its own loss (compute_loss), which a plan would skip: a rank has a part of "
-        f"each sequence only; remove it, or {OWN_LOOP}",
+        f"{owner.__name__} computes its own loss (compute_loss), which a plan would skip: a rank has only a part of "
+        f"each sequence; remove it, or {OWN_LOOP}",
     )
     step = find_override(trainer, "training_step")
     yield (
@@ -174,8 +174,8 @@ def _refused_settings(trainer: Any) -> Iterable[tuple[bool, str]]:
     has_function = trainer.compute_loss_func is not None
     yield (
         has_function and loss_kind(trainer) != "Trainer",
-        f"{loss_kind(trainer)} has a compute_loss_func, which a plan would skip: a rank has a part of each "
-        f"sequence only; remove it, or {OWN_LOOP}",
+        f"{loss_kind(trainer)} has a compute_loss_func, which a plan would skip: a rank has only a part of each "
+        f"sequence; remove it, or {OWN_LOOP}",
     )
     yield (
         not args.average_tokens_across_devices and (trainer.model_accepts_loss_kwargs or has_function),

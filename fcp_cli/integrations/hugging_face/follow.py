@@ -1,4 +1,4 @@
-"""One trainer's way through a plan: its loader counts the plan's steps, and each of its steps runs the plan's."""
+"""Follows a plan with a Trainer: its loader counts the plan's steps, and each of its steps runs one plan step."""
 
 from __future__ import annotations
 
@@ -38,23 +38,21 @@ from fcp_cli.runtime.session.step import Step
 
 
 class TrainerFollower:
-    """Follows the plan in one call of `Trainer.train`. Every rank makes it, before the model is wrapped.
+    """Follows the plan in one call of `Trainer.train`. Created on every rank, before the model is wrapped.
 
-    The optimizer step of the trainer's state is the step of the plan, so that resuming, callbacks, schedules, logs and
-    checkpoints are the trainer's own.
+    The trainer's global step is the plan's step, so the Trainer's own resuming, callbacks, schedules, logs and
+    checkpoints work unchanged.
 
     Args:
         trainer: a `transformers.Trainer`.
-        plan: plan file; None: the one in FCP_PLAN.
+        plan: plan file; defaults to FCP_PLAN.
     """
 
     def __init__(self, trainer: Any, plan: Path | None = None) -> None:
         check_trainer(trainer)
         self._trainer = trainer
         model, kind = base_model(trainer.model), loss_kind(trainer)
-        loader = (
-            trainer.get_train_dataloader()
-        )  # the trainer's own, of which the data set, the collator and the workers are used
+        loader = trainer.get_train_dataloader()  # its data set, collator and number of workers are used
         device, pairs = trainer.args.device, kind == "DPOTrainer"
         self.session = start_session(
             loader,
@@ -79,18 +77,18 @@ class TrainerFollower:
         self.stop = StopAtStepEnd(trainer, self.session)
 
     def loader(self) -> DataLoader[int]:
-        """Return a substitute for the script's loader: as many batches as the trainer accumulates in an epoch."""
+        """Return a replacement for the script's loader, with as many batches as the trainer accumulates in an epoch."""
         metadata = self.session.metadata
         updates = metadata.steps_per_epoch * self._trainer.args.gradient_accumulation_steps
-        # A trainer counts rows and batches; the plan's loader fetches their contents.
+        # The trainer only counts rows and batches; the session fetches their contents.
         rows: Any = range(metadata.manifest.rows)
         return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=_empty_batch)
 
     def run(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Run a step of the plan at the trainer's last micro-batch before an optimizer step; do nothing at the others.
+        """Run a plan step at the last accumulated batch before an optimizer step; do nothing at the others.
 
         Returns:
-            A number (0-d) whose mean over ranks is the step's loss, which a trainer adds up for its log.
+            A scalar (0-d) whose mean over ranks is the step's loss, which the trainer accumulates for its log.
         """
         trainer = self._trainer
         if not trainer.accelerator.sync_gradients:
@@ -112,12 +110,12 @@ class TrainerFollower:
         return self._answer(step.local_loss() * self.session.world.size)
 
     def leave(self) -> None:
-        """Have metrics and plan written to their end."""
+        """Finish writing metrics and the plan."""
         if self._steps is not None:
             self._steps.close()
 
     def close(self) -> None:
-        """Leave the plan; the model keeps its own attention."""
+        """Stop following the plan and restore the model's own attention."""
         self.stop.release()
         self.leave()
         self._watched.release()
@@ -133,7 +131,7 @@ class TrainerFollower:
         wanted = self._trainer.state.global_step
         if self._steps is None:
             self._announce(wanted)
-            if self.session.recompute_levels:  # overrides the script's checkpointing
+            if self.session.recompute_levels:  # overrides the script's activation checkpointing
                 recompute_layers(self._base, "as-needed", self.session.recompute_levels)
             self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=wanted))
             self._steps = self.session.steps(model, first_step=wanted, mean_over=self._loss.mean_over)
@@ -162,7 +160,7 @@ class TrainerFollower:
             )
 
     def _count_tokens(self, inputs: dict[str, Any], step: Step) -> None:
-        """Show the trainer inputs of this rank's size, by which it counts tokens and operations; they hold nothing."""
+        """Give the trainer placeholder inputs of this rank's size, from which it counts tokens and FLOPs."""
         tokens = torch.zeros(1, dtype=torch.int64, device=self.session.device).expand(1, step.local_tokens)
         inputs.update(input_ids=tokens, attention_mask=(tokens + 1)[:, :1].expand_as(tokens))
 
@@ -191,7 +189,7 @@ def _own_loss(
     rows: CollatedRows,
     planned: PlannedLoss,
 ) -> PlannedLoss:
-    """Return the loss that runs the script's own method or function around the planned one, if it has any."""
+    """Return a loss that runs the script's own loss method or function around the planned one, if it has any."""
     judged = find_override(trainer, "compute_loss") or loss_function_of(trainer)
     if judged is None or isinstance(planned, LogitPreferenceLoss):
         return planned
@@ -199,7 +197,7 @@ def _own_loss(
 
 
 def base_model(model: Any) -> PreTrainedModel:
-    """Return the model of transformers inside adapters."""
+    """Return the transformers model inside PEFT adapters."""
     for adapter in (getattr(model, "peft_config", None) or {}).values():
         if getattr(adapter, "is_prompt_learning", False):
             raise RunError(
@@ -216,5 +214,5 @@ def base_model(model: Any) -> PreTrainedModel:
 
 
 def _empty_batch(rows: list[int]) -> Any:
-    """Return a batch of nothing, for the trainer to hand to its step."""
+    """Return an empty batch for the trainer to pass to its step."""
     return {}

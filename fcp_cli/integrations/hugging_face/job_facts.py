@@ -1,4 +1,4 @@
-"""Read a plan's inputs from a training loop: batches, epochs, recipe, model, lengths of rows."""
+"""Reads a plan's inputs from a training loop: batch sizes, epochs, recipe, model, row lengths."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fcp_cli.tuning import Lora
 
 _ENCODERS: Final = frozenset({"visual", "vision_tower"})
 _CACHE: Final = "fcp/lengths"
-_ROWS_BY_EACH_WORKER: Final = 64  # worker, at least
+_ROWS_BY_EACH_WORKER: Final = 64  # minimum
 _PICTURES_BY_EACH_WORKER: Final = 8
 
 
@@ -48,19 +48,19 @@ ZeroStage: TypeAlias = Literal["0", "1", "2", "3"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSettings:
-    """Settings of a training loop that its plan keeps.
+    """Settings of a training loop that its plan must preserve.
 
     Attributes:
-        loop: its class, for messages.
-        rows_per_pass: rows of a rank's batch.
-        accumulates: batches of a rank in an optimizer step.
-        epochs: may be fractional; None if unknown.
-        max_steps: optimizer steps after which it stops at the latest; None: no limit.
-        drops_last: whether an epoch's last, partial step is dropped.
+        loop: class of the loop, for messages.
+        rows_per_pass: rows per batch of a rank.
+        accumulates: gradient accumulation steps.
+        epochs: number of epochs, possibly fractional; None if unknown.
+        max_steps: maximum number of optimizer steps; None: no limit.
+        drops_last: whether the last, partial batch of an epoch is dropped.
         shuffle, seed: order of the rows.
-        zero: ZeRO stage that shards as the loop's wrapper does.
-        is_mixed: whether 16-bit copies of fp32 weights are computed with.
-        recomputes: whether activations are computed again in backward.
+        zero: ZeRO stage equivalent to the loop's wrapper.
+        is_mixed: whether fp32 weights are computed in 16 bits (mixed precision).
+        recomputes: whether activations are recomputed in the backward pass.
         packs_to: see `JobFacts`.
     """
 
@@ -79,7 +79,7 @@ class LoopSettings:
 
 
 def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.device) -> JobFacts:
-    """Return the facts of a loop in a process group."""
+    """Return the facts about a loop in an initialized process group."""
     rows, world = len(loader.dataset), dist.get_world_size()
     batch = settings.rows_per_pass * settings.accumulates * world
     last: LastBatch = "drop" if settings.drops_last else "keep"
@@ -93,7 +93,7 @@ def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.devi
     wanted = min((one for one in limits if one is not None), default=None)
     return JobFacts(
         loop=settings.loop,
-        device=device.type,  # type: ignore[arg-type]  # a kind that fcp trains on
+        device=device.type,  # type: ignore[arg-type]  # a supported device type
         ranks=world,
         ranks_per_node=min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world))),
         rows_per_pass=settings.rows_per_pass,
@@ -111,7 +111,7 @@ def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.devi
 
 
 def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
-    """Return the settings of a `transformers.Trainer` about to train."""
+    """Return the settings of a `transformers.Trainer` that is about to train."""
     args, has_limit = trainer.args, trainer.args.max_steps > 0
     return LoopSettings(
         loop=kind,
@@ -130,12 +130,12 @@ def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
 
 
 def is_sequential(loader: Any) -> bool:
-    """Return whether a prepared loader visits the rows in the data's order."""
+    """Return whether a prepared loader visits rows in the order of the data."""
     return isinstance(getattr(_own_batches(loader), "sampler", None), SequentialSampler)
 
 
 def _own_batches(loader: Any) -> Any:
-    """Return the script's own sampler of batches, inside those that share batches over ranks."""
+    """Return the script's own batch sampler, inside those that distribute batches over ranks."""
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
@@ -143,9 +143,9 @@ def _own_batches(loader: Any) -> Any:
 
 
 def is_shuffled(loader: Any) -> bool:
-    """Return whether a loop's own loader visits the rows at random, and not in the data's order."""
+    """Return whether a loop's own loader visits rows at random rather than in the order of the data."""
     if not hasattr(loader.dataset, "__len__"):
-        return True  # a stream, which is refused with its own reason
+        return True  # a stream, rejected elsewhere with its own message
     batches = _own_batches(loader)
     sampler: Any = getattr(batches, "sampler", None)
     if type(sampler) is DistributedSampler:  # Lightning's subclass wraps a sampler of another kind
@@ -159,13 +159,13 @@ def is_shuffled(loader: Any) -> bool:
 
 
 def recomputes(model: Any) -> bool:
-    """Return whether a model of transformers computes its activations again in backward."""
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")  # the second in transformers before 5.20
+    """Return whether a transformers model recomputes its activations in the backward pass."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")  # the second: transformers before 5.20
     return next((bool(getattr(model, name)) for name in names if hasattr(model, name)), False)
 
 
 def fsdp_stage(accelerator: Any) -> Literal["0", "2", "3"]:
-    """Return the ZeRO stage that an accelerator's FSDP corresponds to: 3 if weights are gathered again, 0 of DDP."""
+    """Return the ZeRO stage equivalent to an accelerator's FSDP: 3 if it reshards after forward; 0 for DDP."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         return "0"
@@ -185,7 +185,7 @@ def _recipe(settings: LoopSettings, model: Any) -> dict[str, Any]:
 
 
 def _lora(adapter: Any) -> str | None:
-    """Return an adapter as `fcp plan --lora` takes it; None: the plan counts with weights that are trained whole."""
+    """Return an adapter in the format of `fcp plan --lora`; None if the plan should assume full fine-tuning."""
     targets = adapter.target_modules
     if getattr(adapter, "r", None) is None or isinstance(targets, str) or not targets:
         return None
@@ -194,7 +194,7 @@ def _lora(adapter: Any) -> str | None:
 
 
 def _config(model: Any) -> dict[str, Any]:
-    """Return the config.json of a model, with its name."""
+    """Return a model's config.json, including its name."""
     config = model.config
     name = Path(str(config.name_or_path or config.model_type)).name
     return {**decode_json(_config_text(config)), "_name_or_path": name}
@@ -205,7 +205,7 @@ def _config_text(config: Any) -> str:
 
 
 def _freezes_vision(model: Any) -> bool:
-    """Return whether most weights of a vision encoder, if there is one, are not trained."""
+    """Return whether most weights of the vision encoder, if any, are frozen."""
     tower = [one for name, one in model.named_parameters() if _ENCODERS & set(name.split("."))]
     trained = sum(one.numel() for one in tower if one.requires_grad)
     return bool(trained < sum(one.numel() for one in tower) / 2)
@@ -220,22 +220,22 @@ def start_session(
     plan: Path | None = None,
     config: Any = None,
 ) -> Session:
-    """Start the session of a loop: under the job's plan, or under one that begins to be made. Every rank calls it.
+    """Start a loop's session with the job's plan, or with a plan made while it trains. Collective over all ranks.
 
     Args:
-        loader: the script's own, of its training data.
-        facts: the facts of the loop, asked for if the job has no plan.
-        device: the device of this rank.
-        pairs: a row is a pair of answers.
-        plan: plan file; None: the one in FCP_PLAN.
-        config: the configuration of the model, whose images and videos the collator may give; None: it gives none.
+        loader: the script's own training loader.
+        facts: returns the facts about the loop; called only if the job has no plan.
+        device: device of this rank.
+        pairs: whether a row is a preference pair.
+        plan: plan file; defaults to FCP_PLAN.
+        config: model config, if the collator may return images and videos; None: it returns none.
     """
     if plan is not None or not is_launched_without_plan():
         return start(plan, device=device)
     join_process_group(device)
-    _end_planning()  # of a loop before in the same script
+    _end_planning()  # of an earlier loop in the same script
     path, control = Path(os.environ["FCP_PLAN"]), ProcessControl()
-    if control.from_rank(0, bytes([path.exists()])) != bytes([False]):  # rank 0 knows: a trainer before had it made
+    if control.from_rank(0, bytes([path.exists()])) != bytes([False]):  # rank 0 decides: perhaps made earlier
         return start(path, device=device)
     lengths = LoadedLengths(loader, pairs=pairs, config=config)
     session = start(stream=job_source(path, control, lengths, facts), device=device)
@@ -243,12 +243,12 @@ def start_session(
     return session
 
 
-_begun: list[Session] = []  # whose loops have their plans made
+_begun: list[Session] = []  # sessions whose plans are made while they train
 
 
-@atexit.register  # hand-written loops end with their script
+@atexit.register  # hand-written loops end with the script
 def _end_planning() -> None:
-    """Have the plans of loops written that have ended; one that failed leaves its journal."""
+    """Write the plans of finished loops; a failed loop leaves its journal."""
     while _begun and not hasattr(sys, "last_value"):
         session = _begun.pop()
         assert session.source is not None
@@ -256,18 +256,18 @@ def _end_planning() -> None:
 
 
 def rows_of(session: Session, loader: Any, *, pairs: bool = False, config: Any = None) -> CollatedRows:
-    """Return the rows of a loader as the session's plan takes them."""
+    """Return a loader's rows in the form required by the session's plan."""
     lengths = None if session.source is None else session.source.lengths
     return CollatedRows(loader, session.plan, session.metadata, pairs=pairs, config=config, lengths=lengths)
 
 
 class LoadedLengths:
-    """The sizes of a trainer's training rows: from the offsets of Arrow's lists, else from the collator's batches.
+    """Sizes of a trainer's training rows: from Arrow list offsets if possible, else from collated batches.
 
     Args:
-        loader: the trainer's own.
-        pairs: a row is a pair of answers.
-        config: the configuration of the model, whose images and videos the collator may give; None: it gives none.
+        loader: the trainer's own loader.
+        pairs: whether a row is a preference pair.
+        config: model config, if the collator may return images and videos; None: it returns none.
     """
 
     def __init__(self, loader: Any, *, pairs: bool, config: Any = None) -> None:
@@ -277,13 +277,13 @@ class LoadedLengths:
                 f"the training data is a {type(loader.dataset).__name__}, which is read as a stream: its lengths are "
                 "not known in advance; use data with random access (datasets.Dataset), or see docs/how-to/online.md"
             )
-        self._cache = self._cache_file()  # now, since tokenizers keep how they were called last
+        self._cache = self._cache_file()  # now, since tokenizers remember their last call's settings
 
     def __len__(self) -> int:
         return len(self._loader.dataset)
 
     def known(self) -> pa.Table | None:
-        """Return tokens of all rows if a first row shows that the collator cuts and adds nothing, or as kept."""
+        """Return the sizes of all rows if cached, or if the longest row shows that collating keeps lengths."""
         stored = None if has_pictures(self._config) else stored_lengths(self._loader.dataset, pairs=self._pairs)
         if stored is not None and len(stored):
             longest = int(stored.argmax())
@@ -318,7 +318,7 @@ class LoadedLengths:
         return _table_of(found, self._config)
 
     def keep(self, table: pa.Table) -> None:
-        """Keep them in the user's cache if the data set and its collator can be identified."""
+        """Write the sizes to the user's cache if the data set and its collator can be identified."""
         if self._cache is None or os.environ.get("LOCAL_RANK", "0") != "0":
             return
         with suppress(OSError):
@@ -327,7 +327,7 @@ class LoadedLengths:
                 temporary.write_bytes(table_bytes(table))
 
     def _cache_file(self) -> Path | None:
-        """Return the file of this data set under this collator; None if either has no fingerprint."""
+        """Return the cache file for this data set and collator; None if either has no fingerprint."""
         own = getattr(self._loader.dataset, "_fingerprint", None)
         if not own:
             return None
@@ -335,7 +335,7 @@ class LoadedLengths:
 
         try:
             collator = Hasher.hash(self._loader.collate_fn)
-        except Exception:  # any error of pickling a collator: it cannot be identified
+        except Exception:  # the collator cannot be pickled, so it cannot be identified
             return None
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         read_as = _config_text(self._config) if has_pictures(self._config) else str(self._pairs)
@@ -344,7 +344,7 @@ class LoadedLengths:
 
 
 def _table_of(sizes: Sequence[RowSize], config: Any) -> pa.Table:
-    """Return the sizes in the columns of a manifest."""
+    """Return the sizes as columns of a manifest."""
     columns = {"length": pa.array([one.tokens for one in sizes], pa.int64())}
     if has_pictures(config):
         columns["vision_patches"] = pa.array([one.patches for one in sizes], pa.int64())

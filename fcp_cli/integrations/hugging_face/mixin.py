@@ -1,8 +1,8 @@
-"""A mixin by which a class of `transformers.Trainer` follows a plan, for scripts that would rather see it.
+"""A mixin that makes a `transformers.Trainer` subclass follow a plan explicitly.
 
     class PlannedTrainer(fcp_cli.runtime.FollowsPlan, Trainer): ...
 
-Under `fcp launch` no script needs it: there `Trainer` itself is given the same three methods.
+Under `fcp launch` it is not needed: there `Trainer` itself is hooked in the same three methods.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FOLLOWER = "_fcp_follower"
 
 
 class FollowsPlan:
-    """Put before `transformers.Trainer`, or a subclass such as TRL's SFTTrainer, among a class's bases.
+    """Mixin to put before `transformers.Trainer`, or a subclass such as TRL's `SFTTrainer`, in a class's bases.
 
     Attributes:
-        plan: plan file; None: the one that FCP_PLAN names.
+        plan: plan file; defaults to FCP_PLAN.
     """
 
     plan: Path | str | None = None
@@ -34,7 +34,7 @@ class FollowsPlan:
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of as many batches as the plan's epoch has; the steps themselves fetch the rows."""
+        """Return a loader with as many batches as the plan's epoch; the steps themselves fetch the rows."""
         return planned_loader(self, super().get_train_dataloader)  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -44,7 +44,7 @@ class FollowsPlan:
 
 @contextmanager
 def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
-    """Let a trainer follow a plan while it trains, unless it does already.
+    """Make a trainer follow a plan while it trains, unless it already does.
 
     Raises:
         FcpError: the plan, the data or the script's settings are not supported.
@@ -58,7 +58,7 @@ def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
     setattr(trainer, _FOLLOWER, follower)
     try:
         yield
-        follower.leave()  # before a rank ends by a signal's status, at which torchrun ends the others
+        follower.leave()  # before a rank exits with a signal's status, which makes torchrun stop the others
         follower.stop.end()
     finally:
         delattr(trainer, _FOLLOWER)
@@ -66,12 +66,12 @@ def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
 
 
 def planned_loader(trainer: Any, get_loader: Callable[[], Any]) -> Any:
-    """Return the loader of a trainer's training: the plan's while it follows one, else its own."""
+    """Return a trainer's training loader: the plan's if it follows one, else its own."""
     follower: TrainerFollower | None = vars(trainer).get(_FOLLOWER)
     return get_loader() if follower is None else follower.loader()
 
 
 def planned_step(trainer: Any, step: Callable[..., Tensor], model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-    """Run a trainer's step: the plan's while it follows one, else its own."""
+    """Run a trainer's step: the plan's if it follows one, else its own."""
     follower: TrainerFollower | None = vars(trainer).get(_FOLLOWER)
     return step(model, inputs, num_items_in_batch) if follower is None else follower.run(model, inputs)

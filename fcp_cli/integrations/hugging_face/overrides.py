@@ -1,7 +1,7 @@
-"""Methods that a script's trainer overrides, and whether a plan can follow them, judged by their behaviour.
+"""Checks by their behavior whether methods overridden by a script's trainer can follow a plan.
 
-Overrides run as they are. A step must delegate to the Trainer's own, once, and return its result; a loader may be made
-in any way as long as it visits rows at random or in order. `own_loss` judges `compute_loss`.
+Overrides run unchanged. A `training_step` must call the Trainer's own exactly once and return its result; a loader may
+be built in any way, as long as it visits rows at random or in order. `own_loss` checks `compute_loss`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OWN_LOOP = "follow the plan in a loop of your own (docs/how-to/training-loop.md)
 _ORDER = ("get_train_dataloader", "_get_train_sampler", "_get_dataloader")
 _KNOWN_PACKAGES = ("transformers", "trl", "fcp_cli")
 _MOST_BATCHES = 1000
-"""Batches of a loader whose rows are compared; more of a large data set would only take time."""
+"""Maximum number of batches of a loader that are compared, to limit the time on large data sets."""
 
 
 class Override(NamedTuple):
-    """A method of a script's own class that overrides the Trainer's."""
+    """A method of the script's own class that overrides the Trainer's."""
 
     owner: str
     name: str
@@ -41,12 +41,12 @@ class Override(NamedTuple):
 
 
 def owner_of(trainer: Any, method: str) -> type:
-    """Return the class whose method a trainer uses."""
+    """Return the class that defines the method used by a trainer."""
     return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
 
 
 def find_override(trainer: Any, method: str) -> Override | None:
-    """Return a trainer's method if a class of neither transformers, TRL nor fcp defines it, else None."""
+    """Return a trainer's method if it is defined outside transformers, TRL and fcp, else None."""
     kinds = (kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("fcp_cli."))
     owner = next(kind for kind in kinds if method in vars(kind))
     if owner.__module__.split(".")[0] in _KNOWN_PACKAGES:
@@ -55,7 +55,7 @@ def find_override(trainer: Any, method: str) -> Override | None:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Return file and line of a function; the file relative to its folder on sys.path."""
+    """Return the file and line of a function; the file is relative to its folder on sys.path."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return f"a {type(function).__name__}"
@@ -66,10 +66,10 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def check_order(trainer: Any, loader: Any, metadata: PlanMetadata) -> None:
-    """Check the rows that a loader of the script's own visits: every row at most once, at random or in order."""
+    """Check that the script's own loader visits every row at most once, at random or in order."""
     overrides = [found for name in _ORDER if (found := find_override(trainer, name)) is not None]
     batches = getattr(loader, "batch_sampler", None)
-    if not overrides or batches is None:  # of a stream: `CollatedRows` says why not
+    if not overrides or batches is None:  # a stream is rejected by `CollatedRows`
         return
     by = " and ".join(map(str, overrides))
     with _same_random_state():
@@ -116,14 +116,14 @@ def _same_random_state() -> Iterator[None]:
 
 
 class WatchedMethods:
-    """The overridden methods of one trainer that run while it follows a plan, each with a check of its result.
+    """Overridden methods of a trainer while it follows a plan, with checks of their results.
 
     Args:
-        trainer: the trainer of the script.
-        loader: returns the loader of the plan's steps, even if another class overrides the method.
+        trainer: the script's trainer.
+        loader: returns the loader of the plan's steps, even if a subclass overrides the method.
 
     Attributes:
-        answers: results of the plan's steps since the last call of the script's `training_step` began.
+        answers: results of plan steps since the current call of the script's `training_step` began.
     """
 
     def __init__(self, trainer: Any, loader: Callable[[], Any]) -> None:
@@ -141,7 +141,7 @@ class WatchedMethods:
         self._replaced = tuple(replaced)
 
     def release(self) -> None:
-        """Give the trainer its own methods back."""
+        """Restore the trainer's own methods."""
         for name in self._replaced:
             delattr(self._trainer, name)
 

@@ -1,9 +1,9 @@
-"""A script's own `compute_loss` under a plan: it runs on a batch that represents this rank's tokens of a micro-batch.
+"""Runs a script's own `compute_loss` under a plan, on a batch that represents this rank's tokens of a micro-batch.
 
-If it hands that batch to the Trainer's own method, that one computes the planned loss, and its result must come back
-unchanged. If it calls the model itself, the model answers with this rank's logits, and the loss must be a sum over
-tokens of a function of each: in the first step it is computed once more of the two halves of every part, and, of a
-micro-batch on several ranks that fits on one, by one process.
+If it calls the Trainer's own method, that method computes the planned loss, which must be returned unchanged. If it
+calls the model itself, the model returns this rank's logits, and the loss must be a sum of per-token losses. The first
+step verifies this: the loss is recomputed on both halves of every part and, for a micro-batch on several ranks that
+fits on one, by a single process.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.step import Step
 
 _EXACT, _ROUGH = 1e-6, 1e-2
-"""Largest relative difference of two values of one loss: of fp32, and of 16-bit types."""
+"""Maximum relative difference between two values of a loss, in fp32 and in 16-bit types."""
 _USED = {"input_ids", "attention_mask", "labels", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict"}
-"""Arguments of a model with a meaning under a plan, and those that mean nothing in training."""
+"""Model arguments supported under a plan, including those without effect in training."""
 _MOST_ALONE = 4096
-"""Tokens of a micro-batch that one process computes to compare, with logits of all of them at once."""
+"""Maximum tokens of a micro-batch recomputed by a single process for comparison, with all logits at once."""
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast")
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Inputs and results of one call of the script's method.
+    """Inputs and results of one call of the script's loss method.
 
     Attributes:
-        tokens: [1, n] of this rank, which the model runs on.
-        shown: the batch: one token more, whose label no token has, so that each token's label is the next one's.
-        is_whole: the method runs on whole sequences without the plan, to compare.
-        delegated: the planned loss, if the Trainer's own method was reached.
-        logits: [1, n, vocabulary] of the model, if the method called it.
-        forwards: calls of the model by the method.
-        is_planned: the planned loss runs now, and calls the model itself.
+        tokens: [1, n] tokens of this rank, on which the model runs.
+        shown: batch passed to the method, with one extra token so that each token's label is at the next position.
+        is_whole: whether the method runs on complete sequences without the plan, for comparison.
+        delegated: planned loss, if the Trainer's own method was called.
+        logits: [1, n, vocabulary] logits of the model, if the method called it.
+        forwards: number of model calls by the method.
+        is_planned: whether the planned loss is running and calls the model itself.
     """
 
     tokens: Tensor
@@ -75,15 +75,15 @@ class _Batch:
 
 
 class OwnLoss(PlannedLoss):
-    """The loss of a trainer whose script computes it in its own method or function.
+    """Loss of a trainer whose script computes it in its own method or function.
 
     Args:
-        trainer: the trainer of the script.
-        judged: the method or function, as messages name it.
-        planned: the planned form of the trainer's own loss. One that does not delegate to it may be followed, after a
-            probe, if that is a mean over tokens.
-        attentions: the attentions of the models, to run one without the plan.
-        read: the function from a row of the data to its tokens and labels.
+        trainer: the script's trainer.
+        judged: the method or function, as named in messages.
+        planned: planned implementation of the trainer's own loss. A script's loss that does not call it is supported,
+            after verification, if it is a mean over tokens.
+        attentions: attention switches of the models, to run them without the plan.
+        read: function from a row number to its tokens and labels.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OwnLoss(PlannedLoss):
         self.mean_over = planned.mean_over
         self._batch: _Batch | None = None
         self._is_proved = False
-        # Of each micro-batch of several ranks: the loss by its ring, and by one process where that was computed.
+        # For each micro-batch on several ranks: its loss on the ring, and by a single process if that was computed.
         self._compared: dict[int, tuple[float, float | None]] = {}
         self._kind = loss_class(trainer)
         self._replaced = self._kind.compute_loss
@@ -113,11 +113,11 @@ class OwnLoss(PlannedLoss):
 
     @property
     def _model(self) -> Any:
-        """The script's model, not wrapped; PEFT's adapters call the `forward` of the one within, past its hooks."""
+        """The script's unwrapped model. PEFT adapters call the inner model's `forward`, bypassing its hooks."""
         return self._trainer.model
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._kind.compute_loss = self._replaced
         for hook in self._hooks:
             hook.remove()
@@ -134,11 +134,11 @@ class OwnLoss(PlannedLoss):
             return batch.delegated
         self._require_one_call(batch)
         if not batch.is_labelled and batch.logits is not None:
-            result = batch.logits.sum() * 0.0  # a mean over no tokens is not a number
+            result = batch.logits.sum() * 0.0  # the mean over no tokens is NaN
         if not self._is_proved:
             self._require_halves(model, microbatch, batch, result)
             self._note(microbatch, result)
-        # A trainer's gradients are means over ranks of its method's results.
+        # The trainer's gradients are averaged over ranks.
         return microbatch.normalised(result * microbatch.denominator / self._trainer.accelerator.num_processes)
 
     def end_step(self, session: Session, step: Step) -> None:
@@ -162,7 +162,7 @@ class OwnLoss(PlannedLoss):
         return result
 
     def _dispatcher(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the Trainer's `compute_loss`, which is the planned loss for the batch of a micro-batch."""
+        """Return a replacement for the Trainer's `compute_loss` that computes the planned loss."""
         owner = self
 
         @wraps(own)
@@ -211,7 +211,7 @@ class OwnLoss(PlannedLoss):
                 f"one call: remove the method, or {OWN_LOOP}"
             )
 
-    # The model, called by the script's method.
+    # Hooks for the model, which the script's method calls.
 
     def _give_own_tokens(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -253,10 +253,10 @@ class OwnLoss(PlannedLoss):
         batch.logits = output.logits
         return _answer(module, batch, output.logits)
 
-    # The probe.
+    # Verification in the first step.
 
     def _require_halves(self, model: Any, microbatch: LocalMicroBatch, batch: _Batch, result: Tensor) -> None:
-        """Require that the loss of this rank's tokens is that of the first half plus that of the second."""
+        """Raise RunError unless the loss of this rank's tokens is the sum of the losses of both halves."""
         labelled = (microbatch.labels[0] != IGNORED).nonzero().flatten()
         if len(labelled) < 2:
             return
@@ -274,14 +274,14 @@ class OwnLoss(PlannedLoss):
         most = _EXACT if dtype in (torch.float32, torch.float64) else _ROUGH
         if not abs(found - expected) <= most * max(abs(found), abs(expected)):
             raise RunError(
-                f"{self._judged} is no sum over tokens: {found:.8g} of a micro-batch, {expected:.8g} of {of} "
+                f"{self._judged} is not a sum over tokens: {found:.8g} of a micro-batch, {expected:.8g} of {of} "
                 f"(relative difference {abs(found - expected) / max(abs(found), abs(expected), 1e-30):.1e}, at most "
                 f"{most:.0e}); a rank has a part of each sequence only: divide a sum of token losses by "
                 f"num_items_in_batch, or {OWN_LOOP}"
             )
 
     def _note(self, microbatch: LocalMicroBatch, result: Tensor) -> None:
-        """Keep the value of a micro-batch on several ranks, and compute that of one process if it can be compared."""
+        """Record the loss of a micro-batch on several ranks and, if comparable, that of a single process."""
         row = microbatch.row
         if row.degree == 1 or not self._runs_alone():
             return
@@ -296,14 +296,14 @@ class OwnLoss(PlannedLoss):
             self._compared[row.order] = found, float(self._run(self._model, batch, microbatch.denominator))
 
     def _runs_alone(self) -> bool:
-        """Return whether one process can run the model here: whole, on its own attention, with one result each time."""
+        """Return whether a single process can run the model: unsharded, with its own attention, deterministic."""
         model = self._model
         drops = any(isinstance(module, nn.Dropout) and module.p and module.training for module in model.modules())
         is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
         return not (drops or is_sharded or linear_layers(model))
 
     def _whole(self, rows: Sequence[int], lengths: Sequence[int]) -> _Batch:
-        """Return whole sequences as a padded batch, as a script's collator makes it."""
+        """Return complete sequences as a padded batch, like the script's collator."""
         device, longest = self._trainer.args.device, max(lengths)
         size = (len(rows), longest)
         tokens = torch.zeros(size, dtype=torch.int64)
@@ -331,7 +331,7 @@ class OwnLoss(PlannedLoss):
 
 
 class _Replay:
-    """Stands for a model that has answered before: with some of those logits, and for all else with the model."""
+    """Stands in for a model: returns logits computed earlier, and forwards everything else to the model."""
 
     def __init__(self, model: Any, base: nn.Module, batch: _Batch, logits: Tensor) -> None:
         self._replayed = (model, base, batch, logits)
@@ -348,7 +348,7 @@ class _Replay:
 
 
 def _shown(tokens: Tensor, positions: Tensor, labels: Tensor) -> _Batch:
-    """Return a batch whose labels are those of the tokens before, as models of transformers expect them."""
+    """Return a batch with labels shifted by one, as transformers' models expect."""
     ignored = labels.new_full((1, 1), IGNORED)
     shown = {
         "input_ids": torch.cat((tokens, tokens.new_zeros((1, 1))), dim=1),
@@ -359,7 +359,7 @@ def _shown(tokens: Tensor, positions: Tensor, labels: Tensor) -> _Batch:
 
 
 def _answer(model: Any, batch: _Batch, logits: Tensor) -> Any:
-    """Return the output of a model for the batch that was shown: logits of one token more, and the loss if asked."""
+    """Return the model output for the batch passed to the method, with the loss if requested."""
     logits = kept_logits(torch.cat((logits, torch.zeros_like(logits[:, :1])), dim=1), batch.keep)
     loss = None
     if batch.labels is not None and bool((batch.labels != IGNORED).any()):
@@ -372,9 +372,9 @@ def _answer(model: Any, batch: _Batch, logits: Tensor) -> Any:
 
 @contextmanager
 def _no_collectives(judged: Override | str, batch: _Batch) -> Iterator[None]:
-    """Refuse collectives of the script's method: ranks call it for different numbers of micro-batches.
+    """Reject collectives in the script's method: ranks call it for different numbers of micro-batches.
 
-    Other threads of this process, e.g. the one that agrees on planned steps, run their own collectives.
+    Other threads of this process, e.g. the one that coordinates planned steps, may run their own collectives.
     """
     own = {name: getattr(dist, name) for name in _COLLECTIVES}
     caller = threading.get_ident()

@@ -1,6 +1,6 @@
-"""A model of transformers in a script's own loop: on a micro-batch of the plan its loss is this rank's share.
+"""A transformers model in a script's own loop, whose loss on a micro-batch is this rank's share.
 
-For loops that call `model(**batch).loss` themselves, around accelerate and in Lightning's modules.
+For loops that call `model(**batch).loss` themselves, with accelerate and in Lightning modules.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
 
 class PlannedModel:
-    """A model that is trained by a script's own calls, hooked before DDP and others wrap it.
+    """A model trained by the script's own calls, hooked before it is wrapped by DDP etc.
 
     Args:
-        model: the model of transformers, also inside adapters.
+        model: transformers model, possibly with PEFT adapters.
 
     Attributes:
         model: the model, as given.
-        current: the micro-batch that is out; None between.
+        current: micro-batch being processed; None between micro-batches.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,12 +43,12 @@ class PlannedModel:
         )
 
     def enter(self, microbatch: LocalMicroBatch, *, divided_by: float, shown: float) -> dict[str, Tensor]:
-        """Return a micro-batch as a script's loader would give it; the model runs on its ring until `leave`.
+        """Return a micro-batch as the script's loader would; the model runs on its ring until `leave`.
 
         Args:
-            microbatch: its micro-batch in the plan.
-            divided_by: divisor of the loss in the script's framework, for gradient accumulation; undone here.
-            shown: loss that the script sees, as a factor on this rank's share of the step's loss.
+            microbatch: micro-batch of the plan.
+            divided_by: factor by which the framework divides the loss for gradient accumulation; undone here.
+            shown: factor on this rank's share of the step's loss for the loss value seen by the script.
         """
         self.current, self._divided_by, self._shown = microbatch, divided_by, shown
         self._on_rings.enter_context(self._attention.on_rings())
@@ -57,17 +57,17 @@ class PlannedModel:
         )
 
     def leave(self) -> None:
-        """Give the model its own attention and loss."""
+        """Restore the model's own attention and loss."""
         self.current = None
         self._on_rings.close()
 
     def recompute_by(self, levels: Sequence[RecomputeLevel]) -> None:
-        """Recompute layers as needed if the plan has levels, overriding the script's checkpointing."""
+        """Recompute layers as needed if the plan has recompute levels, overriding the script's checkpointing."""
         if levels:
             recompute_layers(base_model(self.model), "as-needed", levels)
 
     def release(self) -> None:
-        """Take the hooks away, for another run of the same model."""
+        """Remove the hooks, so that the same model can be trained again."""
         self.leave()
         for hook in self._hooks:
             hook.remove()
@@ -77,12 +77,12 @@ class PlannedModel:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         microbatch = self.current
         given = args[0] if args else kwargs.get("input_ids")
-        if microbatch is None or given is not microbatch.input_ids or len(args) > 2:  # tokens and mask may have no name
+        if microbatch is None or given is not microbatch.input_ids or len(args) > 2:  # tokens, mask may be positional
             return None
         return args[:1], {**kwargs, "position_ids": microbatch.position_ids, "attention_mask": None}
 
     def _share_loss(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Put this rank's share of the step's loss where the script takes it, with the value that is to be shown."""
+        """Return this rank's share of the step's loss as the model's loss, with the value to be displayed."""
         microbatch = self.current
         if microbatch is None or getattr(output, "loss", None) is None:
             return None
@@ -92,7 +92,7 @@ class PlannedModel:
 
 
 class _PlannedBatch(dict[str, Tensor]):
-    """A micro-batch; it has no attention mask, since the plan defines attention."""
+    """A micro-batch without attention mask, since the plan defines attention."""
 
     def __missing__(self, name: str) -> None:
         if name != "attention_mask":

@@ -1,4 +1,4 @@
-"""Answer Ctrl-C in a followed trainer: the step ends, the trainer writes its checkpoint, and the script ends."""
+"""Handles Ctrl-C in a trainer that follows a plan: the step finishes, a checkpoint is written, and the script exits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RUN_DIR_VARIABLE = "FCP_RUN_DIR"
 class StopAtStepEnd(TrainerCallback):
     """Stops a trainer at the end of the step in which any rank received SIGINT, which `fcp launch` sends to stop.
 
-    SIGTERM keeps its effect: torchrun sends it to ranks that wait for one that failed.
+    SIGTERM keeps its default effect: torchrun sends it to ranks that wait for a failed one.
 
     Args:
-        trainer: the trainer whose callbacks it joins.
-        session: the session of all ranks, which agree at the end of every step.
+        trainer: trainer to which the callback is added.
+        session: session of this rank; all ranks agree at the end of every step.
     """
 
     def __init__(self, trainer: Any, session: Session) -> None:
@@ -40,7 +40,7 @@ class StopAtStepEnd(TrainerCallback):
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._is_asked = True
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process
+        signal.signal(number, signal.SIG_DFL)  # a second signal kills the process
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         asked = torch.tensor([int(self._is_asked)], dtype=torch.int64)
@@ -57,13 +57,13 @@ class StopAtStepEnd(TrainerCallback):
             note_stopped(Path(run_dir), StoppedScript(checkpoint=str(folder), step=state.global_step))
 
     def release(self) -> None:
-        """Give SIGINT its effect back."""
+        """Restore the previous SIGINT handler."""
         self._trainer.remove_callback(self)
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
     def end(self) -> None:
-        """End the script if it was stopped, once every rank has written its part: a run resumes from all of them."""
+        """Exit the script if it was stopped, once every rank has written its part of the checkpoint."""
         run_dir = os.environ.get(RUN_DIR_VARIABLE)
         if self.has_stopped:
             self._world.start_sum(torch.zeros(1, dtype=torch.int64)).wait()
@@ -73,7 +73,7 @@ class StopAtStepEnd(TrainerCallback):
 
 
 def checkpoint_to_resume(given: Any) -> Any:
-    """Return the checkpoint to resume from: the script's, else the one that the stopped run wrote."""
+    """Return the checkpoint to resume from: the script's, else that of the stopped run."""
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
     stopped = read_stopped(Path(run_dir)) if not given and run_dir else None
     if stopped is None:

@@ -1,6 +1,6 @@
-"""Make `transformers.Trainer`, and with it every trainer of TRL that builds on it, follow the plan.
+"""Makes `transformers.Trainer`, and TRL's trainers based on it, follow the plan.
 
-Three methods are hooked: the one that trains, the one that makes its loader, and the one that runs a step.
+Three methods are hooked: the training loop, the creation of the training loader, and the training step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fcp_cli.integrations.hugging_face.accelerate.hooks import OF_TRAINER
 
 
 def hook_trainer(trainer: ModuleType) -> None:
-    """Hook `transformers.trainer`, to be called once it has been imported, before its importer sees it."""
+    """Hook `transformers.trainer` right after its import, before the importing module uses it."""
     from fcp_cli.integrations.hugging_face.checks import check_trainer_module
     from fcp_cli.integrations.hugging_face.mixin import following, planned_loader, planned_step
 

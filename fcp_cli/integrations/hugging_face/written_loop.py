@@ -1,7 +1,7 @@
-"""Follow a plan in a training loop that a script writes out: its loader gives the plan's micro-batches, one by one.
+"""Follows a plan in a hand-written training loop: its loader yields the plan's micro-batches one by one.
 
-The script's `model(**batch).loss` is then this rank's share of the step's loss. The gradients of all ranks are summed
-after the backward of a step's last micro-batch, before the script's optimizer steps.
+The script's `model(**batch).loss` is this rank's share of the step's loss. Gradients are summed over all ranks after
+the backward pass of the step's last micro-batch, before the script's optimizer step.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from fcp_cli.runtime.session.step import Step
 
 
 class WrittenLoop(ABC):
-    """One loop's way through the plan in FCP_PLAN.
+    """Follows the plan in FCP_PLAN in one training loop.
 
-    In a job that was launched without a plan, one is made when the loop's loader first gives batches.
+    In a job launched without a plan, one is created when the loop's loader first yields batches.
 
     Args:
-        device: the device of this rank.
+        device: device of this rank.
 
     Attributes:
-        model: the model with its wrapper, whose gradients are summed.
-        planned: the model of transformers inside, once it is hooked.
-        session: once the plan is followed.
+        model: wrapped model, whose gradients are summed.
+        planned: transformers model inside, once it is hooked.
+        session: session, once the plan is followed.
     """
 
     NAME: ClassVar[str]
-    """The loop, for messages."""
+    """Name of the loop, for messages."""
     BACKWARD: ClassVar[str]
-    """Call by which scripts go backward."""
+    """Call that runs the backward pass in scripts."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.model: nn.Module | None = None
         self.planned: PlannedModel | None = None
         self.session: Session | None = None
-        self._next_step: int | None = None  # None: the plan's first
+        self._next_step: int | None = None  # None: first step of the plan
         self._steps: Generator[Step, None, None] | None = None
         self._rest: Iterator[LocalMicroBatch] | None = None
         self._rows: CollatedRows | None = None
-        self._trained: Any = None  # the loader whose rows are trained
+        self._trained: Any = None  # the training loader
 
     @abstractmethod
     def rows_per_pass(self, loader: Any) -> int:
-        """Return the rows of a rank's batch."""
+        """Return the rows per batch of a rank."""
 
     @abstractmethod
     def precision_and_sharding(self) -> tuple[bool, ZeroStage]:
@@ -74,7 +74,7 @@ class WrittenLoop(ABC):
     @property
     @abstractmethod
     def accumulates(self) -> int:
-        """Return the batches of an optimizer step of the script."""
+        """Return the script's gradient accumulation steps."""
 
     @property
     def metadata(self) -> PlanMetadata:
@@ -90,7 +90,7 @@ class WrittenLoop(ABC):
         return None if self.planned is None else self.planned.current
 
     def follow(self, loader: Any) -> None:
-        """Let the rows of a loader be those of the plan, which is made if the job has none."""
+        """Use a loader's rows for the plan, creating the plan if the job has none."""
         if self._rows is not None:
             if loader.dataset is not self._trained.dataset:
                 self._rows.require_same(loader)
@@ -113,7 +113,7 @@ class WrittenLoop(ABC):
         self._trained = loader
 
     def _settings(self, loader: Any) -> LoopSettings:
-        """Return the settings of the loop, which ends with its script."""
+        """Return the settings of the loop; its number of epochs is unknown."""
         rows_per_pass = self.rows_per_pass(loader)
         assert self.planned is not None
         is_mixed, zero = self.precision_and_sharding()
@@ -130,7 +130,7 @@ class WrittenLoop(ABC):
         )
 
     def epoch(self, loader: Any) -> Iterator[dict[str, Tensor]]:
-        """Yield this rank's micro-batches until the plan's epoch ends."""
+        """Yield this rank's micro-batches to the end of the plan's epoch."""
         self.follow(loader)
         assert self.session is not None
         end = self.metadata.end_step
@@ -161,13 +161,13 @@ class WrittenLoop(ABC):
                     break
                 self._leave()
         if self.next_step >= end:
-            self._steps.close()  # which writes the metrics of the last step
-        elif self.session.recorder is not None:  # perhaps the loop's last epoch: only the script knows
+            self._steps.close()  # writes the metrics of the last step
+        elif self.session.recorder is not None:  # this may be the loop's last epoch; only the script knows
             self.session.recorder.end()
             self.session.recorder.flush()
 
     def require_microbatch(self) -> None:
-        """Raise RunError if a backward belongs to no micro-batch of the plan: its gradients would not be summed."""
+        """Raise RunError if a backward pass is not of a plan micro-batch, since its gradients would not be summed."""
         if self.current is None:
             raise RunError(
                 f"the script calls {self.BACKWARD} on a batch that is none of the plan's: one of a loader that "
@@ -175,7 +175,7 @@ class WrittenLoop(ABC):
             )
 
     def after_backward(self) -> None:
-        """Sum the gradients of all ranks once the backward of a step's last micro-batch has run."""
+        """Sum gradients over all ranks after the backward pass of a step's last micro-batch."""
         if self.current is not None and self.current.is_last and self._rest is not None:
             rest = next(self._rest, None)
             assert rest is None
@@ -183,19 +183,20 @@ class WrittenLoop(ABC):
             self._next_step = self.next_step + 1
 
     def enter(self, microbatch: LocalMicroBatch, *, divided_by: int = 1) -> dict[str, Tensor]:
-        """Return a micro-batch as the script's loader would give it.
+        """Return a micro-batch as the script's loader would.
 
         Args:
-            microbatch: its micro-batch in the plan.
-            divided_by: divisor of the loss in the framework, for gradient accumulation, that no wrapper undoes.
+            microbatch: micro-batch of the plan.
+            divided_by: factor by which the framework divides the loss for gradient accumulation, not undone by a
+                wrapper.
         """
         assert self.planned is not None and self.session is not None
-        # Scripts log a mean over ranks, and over the batches that they accumulate.
+        # Scripts log the mean over ranks and over accumulated batches.
         shown = self.session.world.size * self.accumulates
         return self.planned.enter(microbatch, divided_by=divided_by, shown=shown)
 
     def close(self) -> None:
-        """Leave the plan, of which the loop asks for no more steps."""
+        """Stop following the plan; the loop requests no more steps."""
         if self._steps is not None:
             self._steps.close()
 

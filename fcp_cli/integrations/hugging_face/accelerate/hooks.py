@@ -1,6 +1,6 @@
-"""Make a plain loop around accelerate follow the plan: hook the methods of `Accelerator` that such loops call.
+"""Makes a plain accelerate training loop follow the plan: hooks the `Accelerator` methods that such loops call.
 
-The Trainer's own accelerator stays unhooked: there the Trainer is hooked instead.
+The Trainer's own accelerator is not hooked, since the Trainer itself is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fcp_cli.integrations.requirements import require_all
 
 KNOWN_TO_WORK = ("1.15.0",)
 OF_TRAINER = "_fcp_of_trainer"
-"""Attribute of an accelerator that a Trainer made."""
+"""Attribute of an accelerator created by a Trainer."""
 _LOOP = "_fcp_loop"
 Hooked = Callable[..., Any]
 _MEETINGS = ("gather", "reduce", "wait_for_everyone", "save_state")
@@ -33,11 +33,11 @@ RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("GradientState._set_sync_gradients", ("sync_gradients",)),
     ("DataLoaderDispatcher.total_batch_size", ()),
 )
-"""Methods of `accelerate.accelerator` that are hooked or called, with the arguments that are given to them."""
+"""Methods of `accelerate.accelerator` that are hooked or called, with the arguments passed to them."""
 
 
 def hook_accelerator(accelerator: ModuleType) -> None:
-    """Hook `accelerate.accelerator`, to be called once it has been imported, before its importer sees it."""
+    """Hook `accelerate.accelerator` right after its import, before the importing module uses it."""
     import accelerate
 
     found = f"accelerate {accelerate.__version__}"
@@ -58,7 +58,7 @@ def hook_accelerator(accelerator: ModuleType) -> None:
 
 
 def _with_loop(own: Callable[..., Any], hooked: Hooked) -> Callable[..., Any]:
-    """Return a method that calls `hooked(loop, own, ...)` if a plan is followed, else the original."""
+    """Return a method that calls `hooked(loop, own, ...)` while a plan is followed, else the original."""
 
     @wraps(own)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def _with_loop(own: Callable[..., Any], hooked: Hooked) -> Callable[..., Any]:
 
 
 def _prepare(accelerator: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Prepare as usual; a trained model is hooked before, and the loader of the plan's data replaced after."""
+    """Prepare as usual, hooking a trained model before and replacing the training loader after."""
     from torch import nn
 
     from fcp_cli.integrations.hugging_face.accelerate.loop import AcceleratedLoop, PlannedBatches
@@ -110,7 +110,7 @@ def _do_sync(accelerator: Any, own: Callable[..., Any]) -> None:
 
 
 def _clip(accelerator: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Clip only complete gradients: between micro-batches the optimizer does not step, either."""
+    """Clip only fully accumulated gradients: between micro-batches the optimizer does not step either."""
     import torch
 
     if getattr(accelerator, _LOOP).is_accumulating():

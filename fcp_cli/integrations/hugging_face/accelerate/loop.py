@@ -1,7 +1,7 @@
-"""Follow a plan in a plain loop around accelerate: its prepared loader gives the plan's micro-batches, one by one.
+"""Follows a plan in a plain accelerate loop: its prepared loader yields the plan's micro-batches one by one.
 
-The script's `model(**batch).loss` is then this rank's share of the step's loss, and its optimizer, scheduler and
-clipping act when the step's gradients are whole: accelerate asks for that itself (`sync_gradients`).
+The script's `model(**batch).loss` is this rank's share of the step's loss. Its optimizer, scheduler and clipping run
+once the step's gradients are complete, as accelerate's own `sync_gradients` requires.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _POSITION = "fcp_step.json"
 
 
 class AcceleratedLoop(WrittenLoop):
-    """One `Accelerator`'s way through the plan. Every rank makes it, at the first call of `prepare`.
+    """Follows the plan with one `Accelerator`. Created on every rank by the first call of `prepare`.
 
-    In a job that was launched without a plan, one is made when the first prepared loader gives batches to a model in
+    In a job launched without a plan, one is created when the first prepared loader yields batches to a model in
     training mode.
     """
 
@@ -48,7 +48,7 @@ class AcceleratedLoop(WrittenLoop):
         return int(self.accelerator.gradient_accumulation_steps)
 
     def adopt(self, model: nn.Module) -> bool:
-        """Hook a model that is about to be prepared, if anything of it is trained; return whether it is."""
+        """Hook a model before it is prepared, if it has trainable weights; return whether it has."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return False
         if self.planned is not None:
@@ -68,11 +68,11 @@ class AcceleratedLoop(WrittenLoop):
         return self.accelerator.mixed_precision in ("bf16", "fp16"), fsdp_stage(self.accelerator)
 
     def is_accumulating(self) -> bool:
-        """Return whether the step's gradients are not whole yet."""
+        """Return whether the step's gradients are still incomplete."""
         return self.current is not None
 
     def require_whole_step(self, what: str) -> None:
-        """Raise RunError if ranks with other numbers of micro-batches would not synchronise."""
+        """Raise RunError if ranks with different numbers of micro-batches would deadlock."""
         if self.current is not None and self.metadata.sync == "iteration":
             raise RunError(
                 f"the script calls accelerator.{what} before a step's last backward, but under sync iteration ranks "
@@ -81,19 +81,19 @@ class AcceleratedLoop(WrittenLoop):
             )
 
     def save(self, folder: Any) -> None:
-        """Write the next step of the plan next to accelerate's checkpoint."""
+        """Save the plan's next step next to accelerate's checkpoint."""
         if self.accelerator.is_main_process and folder is not None:
             write_text_atomically(Path(folder) / _POSITION, json.dumps({"next_step": self.next_step}))
 
     def load(self, folder: Path) -> None:
-        """Resume at the step of a saved state."""
+        """Resume at the step of a saved checkpoint."""
         path = folder / _POSITION
         if not path.is_file():
             raise RunError(f"{folder} holds no {_POSITION}: it was not saved under a plan; start from the beginning")
         self._next_step = int(read_object(path, error=RunError)["next_step"])
 
     def check_skipped(self, loader: Any, num_batches: int) -> None:
-        """Raise RunError if a resumed script does not skip to the step at which its state was saved."""
+        """Raise RunError unless a resumed script skips to the step at which its checkpoint was saved."""
         self.follow(loader)
         updates, rest = divmod(num_batches, self.accelerator.gradient_accumulation_steps)
         place = self.next_step % self.metadata.steps_per_epoch
@@ -105,18 +105,18 @@ class AcceleratedLoop(WrittenLoop):
 
     def enter(self, microbatch: LocalMicroBatch, *, divided_by: int = 1) -> dict[str, Tensor]:
         self.accelerator.gradient_state._set_sync_gradients(microbatch.is_last)
-        return super().enter(microbatch, divided_by=divided_by * self.accumulates)  # as `backward` divides
+        return super().enter(microbatch, divided_by=divided_by * self.accumulates)  # as `backward` divides by it
 
 
 class PlannedBatches:
-    """A prepared loader whose batches are the plan's while the model trains, and its own elsewhere."""
+    """A prepared loader that yields the plan's micro-batches while the model trains, and its own batches otherwise."""
 
     def __init__(self, loop: AcceleratedLoop, loader: Any) -> None:
         self._loop = loop
         self.own = loader
 
     def __len__(self) -> int:
-        """Return the batches of an epoch as the script counts them: updates x accumulated batches."""
+        """Return the batches per epoch as the script counts them: updates x accumulated batches."""
         session = self._loop.session
         if session is None or len(self.own.dataset) != session.metadata.manifest.rows:
             return len(self.own)

@@ -1,4 +1,4 @@
-"""Read one row as a script's collator returns it: only tokens and labels, without padding."""
+"""Reads one row as returned by the script's collator: only tokens and labels, without padding."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, of_matrix, token_types
 from fcp_cli.runtime.data.joined_sequences import JoinedSequences
 from fcp_cli.runtime.loss.labels import IGNORED
 
-# Columns of collators that repeat information of the tokens or the plan.
+# Collator columns that are redundant with the tokens or the plan.
 _REDUNDANT = frozenset({"attention_mask", "position_ids", "completion_mask", "seq_idx", "length"})
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 _REDUNDANT_PREFIXES = ("cu_seq_lens", "max_length", "num_items")
 
 
 def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor, Tensor] | MaskedSequence:
-    """Return the tokens [n] and labels [n] of the one sequence in a batch of one item, without its padding.
+    """Return the tokens [n] and labels [n] of the single sequence in a batch, without padding.
 
-    With them comes its mask if the batch has one: `attention_mask` that transformers' models accept in addition to
-    padding, [1, 1, n, n], also of each kind of layers, or `token_type_ids` as of Gemma 3.
+    Includes its attention mask if the batch has one: an `attention_mask` [1, 1, n, n] as accepted by transformers,
+    possibly one per layer type, or `token_type_ids` as in Gemma 3.
 
     Args:
-        batch: the batch of a collator.
-        row: the row of the data.
-        masked: the plan is for masks; else token types that say of one are refused.
+        batch: collated batch.
+        row: index of the row in the data set.
+        masked: whether the plan uses masks; if not, token types that define one are rejected.
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise RunError(f"the data collator makes of row {row} no dictionary with input_ids, which a plan follows")
@@ -66,7 +66,7 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
 
 
 def one_pair(batch: Any, row: int) -> JoinedSequences:
-    """Return the preferred and the rejected sequence in a batch of one pair, with TRL's `completion_mask` or labels."""
+    """Return the chosen and the rejected sequence in a batch of one pair, with TRL's `completion_mask` or labels."""
     answers = "labels" if isinstance(batch, Mapping) and "labels" in batch else "completion_mask"
     names = ("input_ids", "attention_mask", answers)
     if not isinstance(batch, Mapping) or any(name not in batch for name in names):
@@ -91,7 +91,7 @@ def _is_redundant(name: Any, value: Any) -> bool:
 
 
 def _is_matrix(mask: Any) -> bool:
-    """Return whether an attention mask says more than which tokens are padding."""
+    """Return whether an attention mask defines more than padding."""
     return isinstance(mask, Mapping) or (mask is not None and torch.as_tensor(mask).dim() == 4)
 
 
@@ -101,12 +101,12 @@ def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
     if not _is_matrix(given):
         types = next((batch[name] for name in _TYPES if batch.get(name) is not None), None)
         return None if types is None else token_types(torch.as_tensor(types)[0][kept].tolist())
-    # Of several kinds of layers, those without windows see all that the mask lets them see.
+    # If layer types have different masks, the full-attention layers define the mask.
     name = "full_attention"
     if isinstance(given, Mapping) and name not in given:
         raise RunError(f"the attention mask of row {row} is for layers of {', '.join(given)}, and none of {name}")
     given = given[name] if isinstance(given, Mapping) else given
-    if given is None:  # which means causal there
+    if given is None:  # None means causal in transformers
         return CAUSAL
     matrix = torch.as_tensor(given)
     tokens = torch.as_tensor(batch["input_ids"]).shape[1]
@@ -123,7 +123,7 @@ def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
 
 
 def unpadded(batch: Mapping[Any, Any], row: int) -> slice:
-    """Return where the sequence of a batch of one item lies between its padding."""
+    """Return the slice of the sequence between its padding, in a batch of one."""
     mask = batch.get("attention_mask")
     if mask is None or _is_matrix(mask):
         return slice(0, torch.as_tensor(batch["input_ids"]).shape[1])

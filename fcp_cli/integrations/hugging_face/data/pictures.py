@@ -1,4 +1,4 @@
-"""Read the images and videos that a script's collator gives with a row, as its model's processor makes them."""
+"""Reads the images and videos that a script's collator returns with a row, as its model's processor produces them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fcp_cli.vision.parts import VisualSequence
 
 
 class RowSize(NamedTuple):
-    """A row of the data as a manifest counts it.
+    """Sizes of a row as counted in a manifest.
 
     Attributes:
-        patches: the patches that the vision encoder runs.
-        patch_pairs: sum over frames or tiles of patches squared.
+        patches: vision-encoder patches.
+        patch_pairs: sum of squared patch counts over frames or tiles.
     """
 
     tokens: int
@@ -43,18 +43,18 @@ _PIXELS = (
     "image_position_ids",
 )
 _MASKS_BY_TYPES = frozenset({"gemma3"})
-"""Families whose token types are masks; those of others only repeat the positions of placeholders."""
+"""Model families whose token types define the mask; in others they only repeat the placeholder positions."""
 
 
 def one_row(batch: Any, row: int, *, pairs: bool = False, masked: bool = False, config: Any = None) -> Collated:
-    """Return one row of the data from a batch that the collator made of only that row.
+    """Return one row from a batch that the collator made of only that row.
 
     Args:
-        batch: the batch of a collator.
-        row: the row of the data.
-        pairs: it is a pair of answers.
-        masked: the plan is for masks.
-        config: the configuration of the model; only those of `FAMILIES` have pictures.
+        batch: collated batch.
+        row: index of the row in the data set.
+        pairs: whether the row is a preference pair.
+        masked: whether the plan uses masks.
+        config: model config; only the model types in `FAMILIES` have images.
     """
     if pairs:
         return one_pair(batch, row)
@@ -64,17 +64,17 @@ def one_row(batch: Any, row: int, *, pairs: bool = False, masked: bool = False, 
 
 
 def has_pictures(config: Any) -> bool:
-    """Return whether a model is of a family whose images and videos follow a plan."""
+    """Return whether a model's images and videos can follow a plan."""
     return getattr(config, "model_type", None) in FAMILIES
 
 
 def has_masks_of_types(config: Any) -> bool:
-    """Return whether a model's token types are masks: its images see themselves both ways."""
+    """Return whether a model's token types define the mask: image tokens attend to each other bidirectionally."""
     return getattr(config, "model_type", None) in _MASKS_BY_TYPES
 
 
 def size_of_row(batch: Any, row: int, *, pairs: bool = False, config: Any = None) -> RowSize:
-    """Return how a manifest would count a row of the data; for the arguments see `one_row`."""
+    """Return the sizes of a row as counted in a manifest; for the arguments see `one_row`."""
     found = one_row(batch, row, pairs=pairs, masked=has_masks_of_types(config), config=config)
     if isinstance(found, tuple):
         return RowSize(len(found[0]))
@@ -93,8 +93,8 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
     is_visual = bool(is_placeholder.any())
     family: Any = FAMILIES[config.model_type]
     pixels = [name for name in _PIXELS if name in inspect.signature(family.visual_sequence).parameters]
-    # Positions of pictures are the model's own, of three axes; those of text must be 0, 1, 2, ... Models that are given
-    # seconds of frames and do not use them ignore them; rope_deltas are only for generation.
+    # Image positions are the model's own 3-axis positions; text positions must be 0, 1, 2, ... Models ignore the
+    # seconds per frame that they do not use; rope_deltas are only for generation.
     taken = {
         *pixels,
         "second_per_grid_ts",
@@ -103,7 +103,7 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
         *(("position_ids",) if is_visual else ()),
     }
     found = one_sequence({name: value for name, value in batch.items() if name not in taken}, row, masked=masked)
-    if not is_visual:  # some collators give rows of text a blank picture among their padding
+    if not is_visual:  # some collators add a blank image to the padding of text-only rows
         return found
     if types is not None and not np.array_equal(torch.as_tensor(types)[0][kept].numpy() > 0, is_placeholder):
         raise RunError(
@@ -117,16 +117,16 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
     except RunError as error:
         raise RunError(f"row {row} of the training data: {error}") from error
     _require_positions(batch.get("position_ids"), made, kept, row)
-    # As transformers does, follow no mask of images in windows unless the batch has token types.
+    # Like transformers, apply no image mask in sliding windows unless the batch has token types.
     of_images = made.mask if made.mask.plans_as_causal and types is not None else CAUSAL
     return replace(made, mask=found.mask if isinstance(found, MaskedSequence) else of_images)
 
 
 def _require_positions(given: Any, made: VisualSequence, kept: slice, row: int) -> None:
-    """Raise RunError if a collator gives other positions than the model counts itself, which a plan uses."""
+    """Raise RunError if the collator's positions differ from those that the model computes, which a plan uses."""
     if given is None:
         return
-    own = torch.as_tensor(given)[..., kept].flatten(0, -2)[-3:].numpy()  # some give those of the text first
+    own = torch.as_tensor(given)[..., kept].flatten(0, -2)[-3:].numpy()  # some collators put the text positions first
     counted = np.arange(own.shape[-1]) if made.position_ids is None else made.position_ids
     if own.shape[-2:] != np.broadcast_shapes(own.shape, counted.shape) or (own != counted).any():
         raise RunError(

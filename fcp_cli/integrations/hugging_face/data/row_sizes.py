@@ -1,7 +1,7 @@
-"""Sizes of the rows of a script's data, through its own collator; images are counted from their headers.
+"""Computes the sizes of a script's training rows through its own collator; images are sized from their headers.
 
-Image processors of transformers derive tokens and patches only from heights and widths. While rows are counted, the
-functions by which they decode and resize give blank pixels of the right shape, which take neither time nor memory.
+Image processors of transformers derive tokens and patches only from heights and widths. While rows are counted,
+decoding and resizing return blank pixels of the right shape, which cost neither time nor memory.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.utils.data import Dataset
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.pictures import RowSize, has_pictures, size_of_row
 
-_COMPARED: Final = 2  # rows with pictures that a process reads both ways before it trusts headers
+_COMPARED: Final = 2  # rows with images that each process reads both ways before trusting headers
 
 
 class RowSizes(Dataset[RowSize | str]):
-    """The size of each of some rows, or why a plan cannot follow it: raised in a worker, the line would be a traceback.
+    """A data set of row sizes, or of error messages: an exception in a worker would print a traceback.
 
     Args:
-        dataset, collate: the dataset and collate of the script's loader.
-        rows: the rows to be counted.
-        pairs: a row is a pair of answers.
-        config: the configuration of the model, whose images and videos the collator may give.
+        dataset, collate: data set and collator of the script's loader.
+        rows: rows to count.
+        pairs: whether a row is a preference pair.
+        config: model config, if the collator may return images and videos.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RowSizes(Dataset[RowSize | str]):
         try:
             with blank_pixels():
                 found = self._of_pixels(row)
-        except Exception:  # any error of a collator that reads pixels; a faulty row raises again with them
+        except Exception:  # any error of a collator that reads pixels; a faulty row raises again with real pixels
             return None
         if found.patches and self._compared < _COMPARED:
             self._compared += 1
@@ -69,7 +69,7 @@ class RowSizes(Dataset[RowSize | str]):
 
 @contextmanager
 def blank_pixels() -> Iterator[None]:
-    """Let image processors of transformers make zeros of the shapes that they would make of images, decoding none."""
+    """Make transformers' image processors return zeros of the right shapes, without decoding images."""
     import transformers.image_processing_backends as backends
     from PIL.Image import new
     from PIL.ImageFile import ImageFile
@@ -111,7 +111,7 @@ def _torch_blank(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _or_blank(own: Callable[..., Any], blank: Callable[[Sequence[int]], Any]) -> Callable[..., Any]:
-    """Return `process_image` of a backend: blank for pictures of PIL, its own for arrays."""
+    """Wrap a backend's `process_image`: blank for PIL images, unchanged for arrays."""
     from PIL.Image import Image
 
     def process_image(self: Any, image: Any, *given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Fetch the manifest's rows from a script's own data set, one by one through its own collator, and compare lengths."""
+"""Fetches the manifest's rows one by one from the script's own data set and collator, and compares their lengths."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ from fcp_cli.vision.parts import VisualSequence
 
 
 class CollatedRows:
-    """The rows of a script's data as the plan's `fetch`: row number -> (tokens, labels), as its collator makes them,
-    with their masks if it gives some.
+    """The session's `fetch` for a script's data: row number -> (tokens, labels), with masks if collated.
 
-    Before the first step, the lengths of all rows are compared with the plan's if the data set keeps its tokens in
-    Arrow, else those of a few rows; of the others, each when it is loaded.
+    Before the first step, the lengths of all rows are compared with the plan if the data set keeps its tokens in Arrow,
+    else those of a few rows; the other rows are compared when they are loaded.
 
     Args:
-        loader: the script's own, of which the data set (row n of it is row n of the manifest), the collator, called
-            with one row at a time, and the number of workers are used; padding is taken off again.
-        plan, metadata: the plan that the rows must match.
-        pairs: a row is a preferred and a rejected answer, each with its prompt; its length is that of both.
-        config: the configuration of the model, whose images and videos the collator may give; None: it gives none.
-        lengths: [rows] tokens, if the plan is not whole yet.
+        loader: the script's own loader. Its data set (row n is row n of the manifest), its collator (called with one
+            row at a time) and its number of workers are used; padding is removed again.
+        plan, metadata: plan that the rows must match.
+        pairs: whether a row is a chosen and a rejected answer, each with its prompt; its length is the sum of both.
+        config: model config, if the collator may return images and videos; None: it returns none.
+        lengths: [rows] tokens, if the plan is still being made.
 
     Attributes:
-        learned: tokens with a label of each row that was read.
+        learned: number of labeled tokens of each row read so far.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class CollatedRows:
                 f"{_remedy(pairs)}"
             )
         self._loader, self._name, self._pairs, self._config = loader, name, pairs, config
-        self._reading = Lock()  # the thread that loads ahead, and each epoch's comparison
+        self._reading = Lock()  # shared by the prefetch thread and the check at each epoch
         self.learned: dict[int, int] = {}
         self._planned = PlanReader(plan).planned_lengths() if lengths is None else lengths
         cut = metadata.overlong
@@ -85,16 +84,17 @@ class CollatedRows:
             return self.read(self._loader.collate_fn([self._loader.dataset[row]]), row)
 
     def require_lengths(self) -> None:
-        """Raise RunError if a row has another length than in the plan, as far as a few rows tell.
+        """Raise RunError if one of a few sampled rows differs in length from the plan.
 
-        For data that a script changes between epochs: workers that prefetch keep the data of their start.
+        For data that a script changes between epochs: prefetch workers keep a copy of the data as it was when they
+        started.
         """
-        with torch.random.fork_rng(devices=[]):  # training draws the same numbers as without a plan
+        with torch.random.fork_rng(devices=[]):  # keep the random state as without a plan
             for row in self._spread():
                 self(int(row))
 
     def require_same(self, loader: Any) -> None:
-        """Raise RunError if another loader of the script gives other rows; it names the first."""
+        """Raise RunError if another loader of the script yields different rows, naming the first."""
         own, other = self._loader, loader
         if len(other.dataset) != len(own.dataset):
             raise RunError(
@@ -109,7 +109,7 @@ class CollatedRows:
                 )
 
     def ahead(self, sampler: PlanSampler) -> Fetch:
-        """Return the same rows read by worker processes, as many as the script's loader has."""
+        """Return a `fetch` that reads the same rows in as many worker processes as the script's loader has."""
         own = self._loader
         if not own.num_workers:
             return self
@@ -125,7 +125,7 @@ class CollatedRows:
         return sampler.fetch_from(loader, read=self.read)
 
     def read(self, batch: Any, row: int) -> Collated:
-        """Return the collator's result for one row; its mask may be left to the plan."""
+        """Return the collator's result for one row; if it has no mask, the plan's applies."""
         found = one_row(batch, row, pairs=self._pairs, masked=self._has_masks, config=self._config)
         ids, labels = found if isinstance(found, tuple) else (found.tokens, found.labels)
         tokens = len(ids)
@@ -140,9 +140,9 @@ class CollatedRows:
         return found
 
     def _check_mask(self, found: Any, row: int) -> None:
-        """Refuse a mask if the plan has none, and a missing mask if the plan has masks of unknown kinds."""
+        """Reject a mask if the plan has none, and a missing mask if the plan does not specify the masks."""
         mask = found.mask if isinstance(found, (MaskedSequence, VisualSequence)) else None
-        if isinstance(found, VisualSequence) and found.mask.is_causal:  # of a collator that gave no token types
+        if isinstance(found, VisualSequence) and found.mask.is_causal:  # the collator returned no token types
             mask = None
         if mask is not None and not mask.plans_as_causal and not self._has_masks:
             raise RunError(
@@ -157,7 +157,7 @@ class CollatedRows:
             )
 
     def _doubtful(self) -> IntArray:
-        """Return the rows to read before the first step: those whose stored tokens are not as many as planned."""
+        """Return rows to read before the first step: those whose stored length differs from the plan."""
         stored = stored_lengths(self._loader.dataset, pairs=self._pairs)
         if stored is None:
             return self._spread()
@@ -168,7 +168,7 @@ class CollatedRows:
         return doubtful
 
     def _spread(self) -> IntArray:
-        """Return a few of the planned rows, spread over the data."""
+        """Return a few planned rows, spread over the data set."""
         planned = np.flatnonzero(self._planned)
         return planned[np.linspace(0, len(planned) - 1, num=min(_READ_BEFORE, len(planned)), dtype=np.int64)]
 
@@ -199,9 +199,9 @@ def _remedy(pairs: bool) -> str:
 
 
 def stored_lengths(dataset: Any, *, pairs: bool) -> IntArray | None:
-    """Return [rows] the tokens of each row that a `datasets.Dataset` holds, from only their offsets in the file.
+    """Return [rows] the token counts of a `datasets.Dataset`, read only from its Arrow offsets.
 
-    None: it is of another kind, makes its rows when they are read, or has other columns.
+    None if it is another type, computes rows on access, or has other columns.
     """
     table: Any = getattr(dataset, "data", None)
     chosen: Any = getattr(dataset, "_indices", None)
@@ -213,7 +213,7 @@ def stored_lengths(dataset: Any, *, pairs: bool) -> IntArray | None:
     for name, weight in weights.items():
         try:
             found = pc.list_value_length(table.column(name)).to_numpy().astype(np.int64) * weight
-        except pa.ArrowNotImplementedError:  # no lists
+        except pa.ArrowNotImplementedError:  # not a list column
             return None
         lengths = found if lengths is None else lengths + found
     return lengths if lengths is None or chosen is None else lengths[chosen.column(0).to_numpy()]

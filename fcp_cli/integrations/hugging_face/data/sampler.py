@@ -1,4 +1,4 @@
-"""A sampler with which a torch `DataLoader` reads the rows of one rank of a plan, for loops that need a DataLoader.
+"""A sampler for a torch `DataLoader` that reads the rows of one rank of a plan, for loops that need a DataLoader.
 
 session = fcp.start("plan.parquet")
 sampler = fcp.PlanSampler(session)
@@ -26,42 +26,41 @@ from fcp_cli.runtime.session.session import Session
 
 
 class PlanSampler(Sampler[int]):
-    """The rows that this rank needs of a data set, in the order in which its micro-batches need them.
+    """The data set rows needed by this rank, in the order of its micro-batches.
 
-    Row n of the data set is row n of the plan's manifest. A row that lies on several ranks is read by each of them.
+    Row n of the data set is row n of the plan's manifest. A row distributed over several ranks is read by each of them.
 
     Args:
-        session: the session of `fcp_cli.runtime.start`.
-        first_step: optimizer step to begin with, the one that `Session.steps` is given.
+        session: session from `fcp_cli.runtime.start`.
+        first_step: first optimizer step, as passed to `Session.steps`.
     """
 
     def __init__(self, session: Session, *, first_step: int = 0) -> None:
         self._session = session
         self._first_step = first_step
-        self._drawn: deque[int | None] = deque()  # of a job that is planned while it trains
+        self._drawn: deque[int | None] = deque()  # for a job planned while it trains
 
     def __iter__(self) -> Iterator[int]:
         session = self._session
         if session.source is not None:
             for row in session.source.rows_ahead():
                 self._drawn.append(row)
-                yield 0 if row is None else row  # a worker that prefetches too early reads a row that is never used
+                yield 0 if row is None else row  # a prefetch beyond the known plan reads an unused row
             return
         for step in PlanReader(session.plan).steps(self._first_step):
             for order in orders_of_rank(step, session.rank):
                 yield from step.microbatch(int(order)).sequences
 
     def fetch_from(self, loader: DataLoader[Any], read: Callable[[Any, int], Any] | None = None) -> Fetch:
-        """Return a session's `fetch` that takes rows from a loader with this sampler, as its workers have them ready.
+        """Return a session's `fetch` that takes rows from the workers of a loader with this sampler.
 
         Args:
-            loader: the loader, with `batch_size=1` and a collator that makes a dictionary of input_ids and labels [1,
-                tokens] of a row; or with `batch_size=None` over a data set whose items have the form of `fetch`'s
-                results.
-            read: the function from such a batch and its row to a result of `fetch`.
+            loader: either with `batch_size=1` and a collator that returns a dictionary of input_ids and labels
+                [1, tokens], or with `batch_size=None` and a data set whose items have the format of `fetch` results.
+            read: function that converts such a batch and its row to a `fetch` result.
 
         Raises:
-            RunError: the loader has another sampler, larger batches, or another number of rows than the manifest.
+            RunError: the loader has another sampler, larger batches, or a different number of rows than the manifest.
         """
         rows, found = self._session.metadata.manifest.rows, len(loader.dataset)  # type: ignore[arg-type]
         if loader.sampler is not self:
@@ -85,12 +84,12 @@ class PlanSampler(Sampler[int]):
 
 
 class _LoadedInOrder:
-    """A `fetch` that is asked for the rows of a sampler in its order, after one to see whether there are labels."""
+    """A `fetch` called with a sampler's rows in order, after one extra call that checks for labels."""
 
     def __init__(self, loader: DataLoader[Any], order: Iterator[int | None], read: Callable[[Any, int], Any]) -> None:
         self._loader, self._read = loader, read
-        self._order = order  # in which the sampler draws
-        self._batches = iter(loader)  # here, and not in the session's thread: workers are forks of this process
+        self._order = order  # order of the sampler
+        self._batches = iter(loader)  # created here, not in the session's thread: workers are forked from this process
         self._is_begun = False
 
     def __call__(self, row: int) -> Any:

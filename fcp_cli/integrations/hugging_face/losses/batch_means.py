@@ -1,8 +1,8 @@
-"""Token weights by which a plan's loss is the mean of batch means, as a Trainer computes it for some models.
+"""Token weights that make a plan's loss the mean of batch means, as the Trainer computes it for some models.
 
-For models whose `accepts_loss_kwargs` is False (Qwen's vision models, Gemma 3), the Trainer averages the loss over the
-learned tokens of each of its batches first, and over all batches of the optimizer step second. A plan packs other rows
-together, so each token carries the weight that it has in the script's own batches.
+For models whose `accepts_loss_kwargs` is False (Qwen's vision models, Gemma 3), the Trainer first averages the loss
+over the labeled tokens of each batch, then over all batches of the optimizer step. A plan packs rows differently, so
+each token is weighted as in the script's own batches.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fcp_cli.runtime.session.session import Session
 
 
 class BatchMeans:
-    """The weights of one job's tokens, step by step.
+    """Per-token loss weights of a job, computed step by step.
 
     Args:
-        session: the session of all ranks.
-        learned: manifest row -> tokens with a label, of the rows that this rank has read.
-        batch_rows: rows of a batch of the trainer (`per_device_train_batch_size`).
+        session: session of this rank.
+        learned: manifest row -> number of labeled tokens, for rows read by this rank.
+        batch_rows: batch size of the trainer (`per_device_train_batch_size`).
     """
 
     def __init__(self, session: Session, learned: Mapping[int, int], batch_rows: int) -> None:
@@ -35,7 +35,7 @@ class BatchMeans:
         self._weight_of_row: dict[int, float] = {}
 
     def begin_step(self, step: int) -> None:
-        """Count each row's learned tokens on the rank that leads its ring, and sum. Every rank calls it."""
+        """Sum each row's labeled tokens over ranks; the first rank of a ring counts. Collective over all ranks."""
         planned = self._step(step)
         rows = own_batches(planned, self._session.metadata.seed if self._session.metadata.shuffle else None)
         place = {row: number for number, row in enumerate(rows.tolist())}
@@ -55,7 +55,7 @@ class BatchMeans:
         return next(self._planned)
 
     def weights(self, microbatch: LocalMicroBatch) -> Tensor:
-        """Return [1, tokens] the weights of this rank's tokens, whose weighted sum `normalised` divides by the rows."""
+        """Return the weights [1, tokens] of this rank's tokens; `normalised` divides the weighted sum by the rows."""
         row = microbatch.row
         found = {
             one: torch.full((length,), self._weight_of_row[one])
@@ -65,22 +65,22 @@ class BatchMeans:
 
 
 def own_batches(step: StepPlan, seed: int | None) -> IntArray:
-    """Return the manifest rows of a step in the order in which the script's loader would cut them into batches.
+    """Return the manifest rows of a step in the order in which the script's loader would batch them.
 
     Args:
-        step: the step of the plan.
-        seed: the seed of a shuffled plan, in whose order rows are cut at random; None: in the data's order.
+        step: step of the plan.
+        seed: seed of a shuffled plan, which determines the order; None: order of the data.
     """
     rows: IntArray = np.sort(step.sequences)
     return rows if seed is None else np.random.default_rng([seed, step.step]).permutation(rows)
 
 
 def weights_of(learned: list[int], batch_rows: int) -> list[float]:
-    """Return the weight of a token of each row, times the number of rows.
+    """Return the weight of each row's tokens, multiplied by the number of rows.
 
     Args:
-        learned: learned tokens of each row, in the order of batches.
-        batch_rows: rows of a batch; the last one may have fewer.
+        learned: number of labeled tokens of each row, in batch order.
+        batch_rows: rows per batch; the last batch may be smaller.
     """
     starts = np.arange(0, len(learned), batch_rows)
     totals = np.maximum(np.add.reduceat(learned, starts), 1)

@@ -1,4 +1,4 @@
-"""Replaces a trainer's `compute_loss` under a plan: the loss of a micro-batch whose tokens lie on several ranks."""
+"""Replaces a trainer's `compute_loss` under a plan: the loss of a micro-batch distributed over several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.runtime.session.session import Session
 from fcp_cli.runtime.session.step import Step
 
-# Settings with which models change their head's logits.
+# Config settings that scale or cap the logits of the head.
 _LOGITS_CHANGED_BY = (
     "final_logit_softcapping",
     "logit_scale",
@@ -30,11 +30,10 @@ _LOGITS_CHANGED_BY = (
 
 
 class PlannedLoss(ABC):
-    """The loss of a trainer under a plan.
+    """Loss of a trainer under a plan.
 
     Args:
-        means: the means of the trainer's own batches, if the loss is the mean of their means; None: of all tokens
-            alike.
+        means: token weights, if the loss is a mean of batch means; None: the mean over all tokens.
 
     Attributes:
         mean_over: loss denominator: tokens or rows of the global batch.
@@ -45,28 +44,31 @@ class PlannedLoss(ABC):
         self.mean_over: Literal["tokens", "rows"] = "tokens" if means is None else "rows"
 
     def begin_step(self, step: Step) -> None:
-        """Prepare for a step. Every rank calls it, before the first micro-batch."""
+        """Prepare for a step. Collective over all ranks, before the first micro-batch."""
         if self._means is not None:
             self._means.begin_step(step.index)
 
     @abstractmethod
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
-        """Run the model on a micro-batch; return this rank's share of the step's loss, to call backward on."""
+        """Run the model on a micro-batch; return this rank's share of the step's loss, for the backward pass."""
 
     def end_step(self, session: Session, step: Step) -> None:  # noqa: B027  # most log nothing else
-        """Log the trainer's figures other than the loss. Every rank calls it, after the step's last micro-batch."""
+        """Log the trainer's metrics other than the loss.
+
+        Collective over all ranks, after the last micro-batch of the step.
+        """
 
 
 class CausalLoss(PlannedLoss):
-    """The loss of `transformers.Trainer`: the mean over the learned tokens of the global batch, or over its batches.
+    """The loss of `transformers.Trainer`: the mean over labeled tokens of the global batch, or over its batch means.
 
-    If nothing changes a linear head's logits afterwards, the head returns the sum of token losses, so that
-    logits exist only a part at a time.
+    If a linear head's logits are not changed afterwards, the head returns the sum of token losses, so that logits are
+    only materialized in chunks.
 
     Args:
-        model: the model of transformers, not wrapped.
-        smoothing: share of each label that all tokens of the vocabulary have between them.
-        means: as of `PlannedLoss`.
+        model: unwrapped transformers model.
+        smoothing: label smoothing factor.
+        means: as in `PlannedLoss`.
     """
 
     def __init__(self, model: Any, smoothing: float = 0.0, means: BatchMeans | None = None) -> None:
@@ -91,7 +93,7 @@ class CausalLoss(PlannedLoss):
             head.labels = head.loss_sum = None
         if answer is None or answer.dim():
             raise RunError(
-                f"{type(model).__name__} does not hand on what its head answers, which the plan's loss is computed from"
+                f"{type(model).__name__} does not return the output of its head, from which the plan's loss is computed"
             )
         loss_sum: Tensor = answer
         return microbatch.normalised(loss_sum)
@@ -108,7 +110,7 @@ class CausalLoss(PlannedLoss):
 
 
 def kept_logits(logits: Tensor, keep: Any) -> Tensor:
-    """Return the logits [rows, tokens, vocabulary] that `logits_to_keep` of transformers' models asks for."""
+    """Return the logits [rows, tokens, vocabulary] selected by `logits_to_keep` of transformers' models."""
     if keep is None or (isinstance(keep, int) and not keep):
         return logits
     return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]

@@ -1,8 +1,8 @@
-"""Preference losses of frameworks on TRL before 1.0, which compute log-probabilities from a model's logits themselves.
+"""Preference losses of frameworks on TRL before 1.0, which compute log-probabilities from logits themselves.
 
-LLaMA-Factory's and ms-swift's `compute_loss` run on the padded batch of pairs. Hooks run their models on this rank's
-tokens, and answer with logits of two columns that have the same log-probabilities of the labels. In the first step the
-loss of the pairs of every micro-batch must be the mean of those of its halves: the model's answers are replayed.
+`compute_loss` of LLaMA-Factory and ms-swift runs on the padded batch of pairs. Hooks run their models on this rank's
+tokens and return two-column logits with the same log-probabilities of the labels. In the first step, the loss of every
+micro-batch must equal the mean of the losses of its halves, computed by replaying the model's outputs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fcp_cli.runtime.session.step import Step
 
 _USED = frozenset({"input_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep"})
 _EXACT, _ROUGH = 1e-5, 1e-2
-"""Largest difference, relative to 1 or more, of a loss and the mean of its halves: of fp32, and of 16-bit types."""
+"""Maximum difference (relative to at least 1) between a loss and the mean of its halves: fp32, 16-bit types."""
 
 
 class LogitPreferenceLoss(PreferenceLoss):
-    """The loss of a framework's own DPO trainer, with its logged figures except means over logits."""
+    """Loss of a framework's own DPO trainer, with its logged metrics except means over logits."""
 
     def __init__(self, trainer: Any, judged: Override) -> None:
         super().__init__(trainer, (), type(trainer).compute_loss)
@@ -93,7 +93,7 @@ class LogitPreferenceLoss(PreferenceLoss):
         most = _EXACT if dtype == torch.float32 else _ROUGH
         if not abs(found - expected) <= most * max(abs(found), 1.0):
             raise RunError(
-                f"{self._judged} is no mean over pairs: {found:.8g} of a micro-batch, {expected:.8g} of its halves; "
+                f"{self._judged} is not a mean over pairs: {found:.8g} of a micro-batch, {expected:.8g} of its halves; "
                 f"the plan chooses which pairs meet in a micro-batch: use another loss, or {OWN_LOOP}"
             )
 
@@ -106,7 +106,7 @@ class LogitPreferenceLoss(PreferenceLoss):
             with self._own_gathers():
                 yield
             for name, values in trainer._stored_metrics["train"].items():
-                if not name.startswith("logits/"):  # means over logits, which no rank has
+                if not name.startswith("logits/"):  # means over logits, which do not exist under a plan
                     self._add(name, float(values[0]), weights["pairs"])
         finally:
             trainer._stored_metrics = kept
@@ -115,7 +115,7 @@ class LogitPreferenceLoss(PreferenceLoss):
         for name, value in total.items():
             self._trainer._stored_metrics["train"][name].append(value)
 
-    # The models, called by the framework's method.
+    # Hooks for the models, which the framework's method calls.
 
     def _give_own_tokens(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,12 +145,12 @@ class LogitPreferenceLoss(PreferenceLoss):
 
 @contextmanager
 def _replaying(module: nn.Module, answers: Iterator[Tensor]) -> Iterator[None]:
-    """Let a model answer with logits that it, or another, gave before."""
+    """Make a model return logits computed earlier by it or by another model."""
 
-    def forward(*_: Any, position_ids: Any = None, **__: Any) -> Any:  # which hooks look for
+    def forward(*_: Any, position_ids: Any = None, **__: Any) -> Any:  # hooks inspect this parameter
         return CausalLMOutputWithPast(logits=next(answers))
 
-    own = vars(module).get("forward")  # of accelerate, under autocast
+    own = vars(module).get("forward")  # accelerate's wrapper with autocast
     module.forward = forward
     try:
         yield

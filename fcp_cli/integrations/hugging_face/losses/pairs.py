@@ -1,7 +1,7 @@
-"""Preferred and rejected answers on a ring: TRL's loss code sees the padded batch that it would see without a plan.
+"""Chosen and rejected answers on a ring: TRL's loss code sees the same padded batch as without a plan.
 
-Its models are called with that batch. Hooks replace it by this rank's tokens, and put the fused head's results for
-every token, of this rank and of others, back into the batch's form.
+Its models are called with that batch. Hooks replace it with this rank's tokens, and gather the fused head's results of
+all ranks back into the shape of the batch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
-# Results of the fused head for each token. The first has a gradient.
+# Per-token outputs of the fused head. The first has a gradient.
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 _current: ContextVar[PairPack | None] = ContextVar("pairs", default=None)
 
 
 class PairPack:
-    """A micro-batch of pairs: its sequences are an answer that is preferred, one that is not, and so on.
+    """A micro-batch of pairs: its sequences alternate between chosen and rejected answers.
 
     Attributes:
-        pairs: how many.
+        pairs: number of pairs.
     """
 
     def __init__(self, microbatch: LocalMicroBatch) -> None:
@@ -39,7 +39,7 @@ class PairPack:
         lengths = np.asarray(self._ring.layout.lengths, dtype=np.int64)
         self.pairs = len(lengths) // 2
         self._longest = int(lengths.max(initial=1))
-        # TRL's batch has all preferred answers first. The last token of a sequence predicts nothing.
+        # TRL's batch has all chosen answers first. The last token of a sequence predicts nothing.
         rows = np.arange(len(lengths)) // 2 + self.pairs * (np.arange(len(lengths)) % 2)
         self._lengths = np.empty_like(lengths)
         self._lengths[rows] = lengths
@@ -52,7 +52,7 @@ class PairPack:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Let the hooks of models find it."""
+        """Make this the pack that the model hooks use."""
         token = _current.set(self)
         try:
             yield
@@ -60,13 +60,13 @@ class PairPack:
             _current.reset(token)
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the batch [2 * pairs, tokens] for TRL's loss; the tokens themselves stay where they are."""
+        """Return the batch [2 * pairs, tokens] for TRL's loss, with placeholder tokens."""
         device = self.microbatch.input_ids.device
         size = (2 * self.pairs, self._longest)
         lengths = torch.from_numpy(self._lengths).to(device)
         attention = (torch.arange(self._longest, device=device) < lengths[:, None]).long()
-        # From the loader, not from the other ranks: DDP broadcasts buffers at a step's first forward, before which no
-        # rank may wait for another.
+        # Taken from the loader, not gathered from other ranks: DDP broadcasts buffers in a step's first forward, before
+        # which ranks must not wait for each other.
         assert self.microbatch.pack_labels is not None
         completion = torch.zeros(size, dtype=torch.int64)
         completion[:, 1:] = self._placed((self.microbatch.pack_labels != -100).long())
@@ -77,7 +77,7 @@ class PairPack:
         }
 
     def whole(self, output: Any) -> Any:
-        """Return a fused head's output, each field [1, own tokens], with fields of [2 * pairs, tokens - 1]."""
+        """Convert a fused head's output from fields [1, own tokens] to fields [2 * pairs, tokens - 1]."""
         if not self.pairs:
             return output
         names = [name for name in _FIELDS if getattr(output, name) is not None]
@@ -89,30 +89,30 @@ class PairPack:
         return replace(output, loss=None, **found)
 
     def labels(self) -> Tensor:
-        """Return the labels [2 * pairs, tokens] of that batch for `two_way_logits`: 0 of each learned token."""
+        """Return the labels [2 * pairs, tokens] of that batch for `two_way_logits`: 0 for each labeled token."""
         labels = self.inputs()["completion_mask"] - 1
         return labels.masked_fill(labels < 0, IGNORED)
 
     def two_way_logits(self, log_probs: Tensor) -> Tensor:
-        """Return logits [2 * pairs, tokens, 2]: of each token's label, and of all other tokens together.
+        """Return logits [2 * pairs, tokens, 2]: one for each token's label and one for all other tokens together.
 
-        Their log-softmax is the log-probability of the label, with its gradient, for any size of the vocabulary.
+        Their log-softmax is the log-probability of the label, with its gradient, for any vocabulary size.
 
         Args:
-            log_probs: [1, own tokens], 0 of tokens without a label.
+            log_probs: [1, own tokens], 0 for tokens without a label.
         """
         [whole] = self._gathered([log_probs])
         logits = two_way(self._placed(whole), self.labels()[:, 1:] != IGNORED)
         return torch.cat((logits, torch.zeros_like(logits[:, :1])), dim=1)
 
     def _placed(self, values: Tensor) -> Tensor:
-        """Return values [tokens of the pack] in the form of the batch."""
+        """Scatter values [tokens of the pack] into the shape of the batch."""
         read, written = self._read.to(values.device), self._written.to(values.device)
         size = (2 * self.pairs, self._longest - 1)
         return values.new_zeros(size).flatten().index_copy(0, written, values[read]).view(size)
 
     def _gathered(self, own: list[Tensor]) -> list[Tensor]:
-        """Return each of some values [1, own tokens] for all tokens of the pack; the own ones keep their gradient."""
+        """Gather each tensor [1, own tokens] for all tokens of the pack; the own values keep their gradient."""
         ring, layout = self._ring, self._ring.layout
         index = torch.from_numpy(layout.index(ring.index)).to(own[0].device)
         held = layout.tokens(ring.index)
@@ -128,18 +128,18 @@ class PairPack:
 
 
 def two_way(log_probs: Tensor, is_learned: Tensor) -> Tensor:
-    """Return logits [..., 2] whose log-softmax at 0 is a log-probability, if it is learned, with its gradient."""
+    """Return logits [..., 2] whose log-softmax at 0 is the log-probability of labeled tokens, with its gradient."""
     others = torch.log((-torch.expm1(log_probs.masked_fill(~is_learned, -1.0))).clamp(min=1e-12))
     return torch.stack((log_probs, others), dim=-1).masked_fill(~is_learned[..., None], 0.0)
 
 
 def current_pairs() -> PairPack | None:
-    """Return the micro-batch of pairs that a loss runs on now, or None."""
+    """Return the pack of pairs that a loss currently runs on, or None."""
     return _current.get()
 
 
 def hook_pairs(model: nn.Module) -> None:
-    """Make a model with TRL's fused head run on a micro-batch of pairs if one is current."""
+    """Make a model with TRL's fused head run on the current micro-batch of pairs, if any."""
     model.register_forward_pre_hook(_take_own_tokens, with_kwargs=True, prepend=True)
     model.register_forward_hook(_give_whole_batch)
 

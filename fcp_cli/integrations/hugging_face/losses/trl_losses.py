@@ -1,4 +1,4 @@
-"""The losses of TRL's trainers under a plan, through the fused head that TRL gives its models."""
+"""Losses of TRL's trainers under a plan, computed with the fused head that TRL adds to its models."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fcp_cli.runtime.session.step import Step
 
 
 class SftLoss(PlannedLoss):
-    """The loss of `trl.SFTTrainer` (nll or dft), with the entropy, accuracy and tokens that it logs.
+    """The loss of `trl.SFTTrainer` (nll or dft), including its logged entropy, accuracy and token count.
 
     Args:
-        trainer: an SFTTrainer.
-        means: as of `PlannedLoss`.
+        trainer: an `SFTTrainer`.
+        means: as in `PlannedLoss`.
     """
 
     def __init__(self, trainer: Any, means: BatchMeans | None = None) -> None:
@@ -63,15 +63,15 @@ class SftLoss(PlannedLoss):
 
 
 class PreferenceLoss(PlannedLoss):
-    """The loss of `trl.DPOTrainer`, of any kind: TRL's own code computes it, equally on all ranks of a ring.
+    """The loss of `trl.DPOTrainer`, of any type: computed by TRL's own code, identically on all ranks of a ring.
 
-    The policy and the reference run on this rank's tokens; log-probabilities of the others' tokens come from them. Each
-    rank's gradient is that of its own.
+    Policy and reference run on this rank's tokens; log-probabilities of other tokens are gathered from the other ranks.
+    Each rank computes the gradient of its own tokens.
 
     Args:
-        trainer: a DPOTrainer.
-        models: policy and reference of transformers, not wrapped.
-        compute_loss: TRL's method, which subclasses of the trainer may override.
+        trainer: a `DPOTrainer`.
+        models: unwrapped transformers models, policy and reference.
+        compute_loss: TRL's method, which trainer subclasses may override.
     """
 
     def __init__(self, trainer: Any, models: tuple[Any, ...], compute_loss: Callable[..., Any]) -> None:
@@ -86,14 +86,14 @@ class PreferenceLoss(PlannedLoss):
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         pack = PairPack(microbatch)
         with pack.current():
-            if not pack.pairs:  # a forward of each model all the same, for the sake of those that others share
+            if not pack.pairs:  # still run a forward of each model, for collectives with other ranks
                 return microbatch.normalised(self._idle(model, microbatch))
             weights = _weights(pack.inputs()["completion_mask"], degree=microbatch.row.degree)
             with self._collected(weights):
                 loss = self._loss(model, pack)
         share = microbatch.normalised(loss * pack.pairs)
         assert microbatch.loss_sum is not None
-        microbatch.loss_sum = microbatch.loss_sum / microbatch.row.degree  # all members of the ring have it
+        microbatch.loss_sum = microbatch.loss_sum / microbatch.row.degree  # every rank of the ring counts it
         return share
 
     def end_step(self, session: Session, step: Step) -> None:
@@ -129,7 +129,7 @@ class PreferenceLoss(PlannedLoss):
 
     @contextmanager
     def _collected(self, weights: Mapping[str, float]) -> Iterator[None]:
-        """Keep TRL's logged figures of a micro-batch on this rank: other ranks have other numbers of micro-batches."""
+        """Keep TRL's logged metrics of a micro-batch local: ranks have different numbers of micro-batches."""
         trainer = self._trainer
         tokens = trainer._total_train_tokens
         kept, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
@@ -149,7 +149,7 @@ class PreferenceLoss(PlannedLoss):
 
     @contextmanager
     def _own_gathers(self) -> Iterator[None]:
-        """Let accelerate gather only this rank's numbers."""
+        """Make accelerate's gather return only this rank's values."""
         accelerator = self._trainer.accelerator
         accelerator.gather = accelerator.gather_for_metrics = _own
         try:
@@ -159,7 +159,7 @@ class PreferenceLoss(PlannedLoss):
 
 
 def _weights(completion: Tensor, *, degree: int) -> dict[str, float]:
-    """Return the share of each number that TRL logs: it is a mean over pairs, or over tokens of the answers."""
+    """Return the weight of each logged metric: a mean over pairs, or over answer tokens."""
     tokens = completion[:, 1:].sum(1)
     chosen, rejected = (float(part.sum()) / degree for part in tokens.chunk(2))
     return {
