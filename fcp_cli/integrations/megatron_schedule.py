@@ -1,4 +1,4 @@
-"""Hand the plan's micro-batches to the one call through which Megatron runs a step's forwards and backwards.
+"""Passes the plan's micro-batches to the call through which Megatron runs a step's forward and backward passes.
 
 It is above the `megatron` and `mindspeed` folders because it chooses between them.
 """
@@ -21,7 +21,7 @@ _HOOKED = "get_forward_backward_func"
 
 
 def hook_schedules(schedules: ModuleType) -> None:
-    """Make scripts that ask Megatron for a schedule get one that runs the plan's micro-batches.
+    """Hook Megatron's schedules to run the plan's micro-batches.
 
     To be called when `megatron.core.pipeline_parallel.schedules` has been imported, before its importer sees it.
     Scripts get a schedule from `get_forward_backward_func` and call it once per training step, with keyword arguments.
@@ -39,7 +39,7 @@ def hook_schedules(schedules: ModuleType) -> None:
     follower: Follower | None = None
 
     def get_follower(arguments: dict[str, Any]) -> Follower:
-        """Make the follower at the first step: only then do the process group, the model and the data exist."""
+        """Create the follower at the first step, when the process group, the model and the data exist."""
         nonlocal follower
         if follower is None:
             from fcp_cli.integrations.megatron.follow import Follower

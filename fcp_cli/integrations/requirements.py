@@ -1,4 +1,4 @@
-"""Check that an integration's hooked functions exist and take the expected arguments, before they are hooked."""
+"""Checks that hooked functions exist and take the expected arguments before an integration hooks them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def require_all(
     found: str,
     versions: Sequence[str],
 ) -> None:
-    """Require each of some (path, parameters) of a module.
+    """Require each (path, parameters) of a module.
 
     Args:
-        package: its package, as pip names it.
+        package: pip package.
         found: its name, with its version.
         versions: versions known to work, the newest last.
     """
@@ -48,5 +48,5 @@ def require_all(
 
 
 def advice(package: str, versions: Sequence[str]) -> str:
-    """Return the advice for a package of another version."""
+    """Return the advice for an unsupported version of a package."""
     return f"versions known to work: {', '.join(versions)}; pip install {package}=={versions[-1]}"

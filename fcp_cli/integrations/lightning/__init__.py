@@ -1,4 +1,4 @@
-"""Make Lightning's Trainer follow a plan: an unmodified script by hooks, a module that optimises itself by a loader."""
+"""Makes Lightning's Trainer follow a plan: unmodified scripts via hooks, manual optimization via a loader."""
 
 from fcp_cli.integrations.lightning.loader import PlannedSteps
 

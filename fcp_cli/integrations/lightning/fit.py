@@ -1,5 +1,6 @@
-"""One fit of Lightning's Trainer by the plan: each optimizer step runs the plan's micro-batches by the module's own
-`training_step`.
+"""Runs one `Trainer.fit` of Lightning by the plan.
+
+Each optimizer step runs the plan's micro-batches through the module's own `training_step`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")
 
 
 class LightningFit:
-    """Follows the plan in FCP_PLAN in one call of `Trainer.fit`. Every rank makes it, with the loader of its data.
+    """Follows the plan in FCP_PLAN in one call of `Trainer.fit`. Created on every rank, with its training loader.
 
     The trainer's count of optimizer steps is the step of the plan, so that resuming (`ckpt_path=`), schedules,
     callbacks and logs are the trainer's own.
 
     Args:
-        trainer: the trainer of Lightning; its module optimises automatically.
+        trainer: Lightning trainer whose module uses automatic optimization.
         loader: the loader of the training data, of which the data set, the collator and the workers are used.
     """
 
@@ -82,17 +83,17 @@ class LightningFit:
         return facts_of(settings, loader, model, device)
 
     def follow(self, loader: Any) -> None:
-        """Go on with a loader that the script makes anew for an epoch, if its rows are the same."""
+        """Continue with a loader that the script recreates for an epoch, if its rows are the same."""
         if loader.dataset is not self._loader.dataset:
             self._rows.require_same(loader)
 
     def loader(self) -> CountedBatches:
-        """Return the replacement of the script's loader: as many batches as the trainer accumulates in an epoch."""
+        """Return a replacement for the script's loader, with as many batches as the trainer accumulates in an epoch."""
         updates = self.session.metadata.steps_per_epoch * self._trainer.accumulate_grad_batches
         return CountedBatches(self.session, updates, self._batch_size)
 
     def begin(self) -> None:
-        """Begin with the plan before the optimizer's first step, which stops a process that follows none."""
+        """Start following the plan before the first optimizer step."""
         if self._steps is None:
             first = self._trainer.global_step
             self._model.recompute_by(self.session.recompute_levels)
@@ -100,13 +101,13 @@ class LightningFit:
             self._steps = self.session.steps(self._trainer.strategy.model, first_step=first)
 
     def nothing(self) -> Tensor:
-        """Return the loss (0-d) of a batch that is accumulated: the last one runs the step of the plan."""
+        """Return a zero loss (0-d) for an accumulated batch: only the last one runs the plan's step."""
         return torch.zeros((), device=self.session.device)
 
     def run(
         self, training_step: Callable[[Any], Any], backward: Callable[[Tensor], None] | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Run the plan's next step: the module's `training_step` and a backward for each micro-batch.
+        """Run the plan's next step: the module's `training_step` and a backward pass for each micro-batch.
 
         Returns:
             A loss (0-d) whose mean over ranks is the step's, and the other results of the last `training_step`.
@@ -131,7 +132,7 @@ class LightningFit:
         return torch.stack(losses).mean(), found.extra
 
     def close(self) -> None:
-        """Leave the plan; the module keeps its own attention."""
+        """Stop following the plan and restore the module's own attention."""
         if self._steps is not None:
             self._steps.close()
         self._model.release()
@@ -153,7 +154,7 @@ class LightningFit:
 
 
 class CountedBatches:
-    """Batches of nothing, which Lightning counts: the steps themselves fetch the rows. It goes into checkpoints."""
+    """Empty batches for Lightning to count; the steps themselves fetch the rows. Its state is saved in checkpoints."""
 
     def __init__(self, session: Session, batches: int, batch_size: int) -> None:
         self._session, self._batches, self._batch_size = session, batches, batch_size
@@ -166,7 +167,7 @@ class CountedBatches:
             yield {"input_ids": torch.zeros((self._batch_size, 0), dtype=torch.int64)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the session's, without which Lightning doubts that a run can resume inside an epoch."""
+        """Return the session's state; without it, Lightning warns about resuming within an epoch."""
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,7 +177,7 @@ class CountedBatches:
 
 @contextmanager
 def _logged_once(module: Any, position: int, microbatches: int) -> Iterator[None]:
-    """Collect a module's logs of each micro-batch, and log the mean with the last: Lightning counts batches by it."""
+    """Collect a module's logs over micro-batches, and log their mean with the last: Lightning counts batches."""
     kept: dict[str, list[Any]] = vars(module).setdefault("_fcp_logged", {})
     own = module.log
 
@@ -199,7 +200,7 @@ def _logged_once(module: Any, position: int, microbatches: int) -> Iterator[None
 
 
 def _trained_model(module: nn.Module) -> nn.Module:
-    """Return the one model of transformers in a module, with its adapters, that holds all that is trained."""
+    """Return the one transformers model of a module, with its adapters, which must hold all trainable weights."""
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     found = [part for part in module.modules() if isinstance(part, PreTrainedModel) and _trains(part)]
     if not found:

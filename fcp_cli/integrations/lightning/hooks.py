@@ -1,7 +1,7 @@
-"""Make Lightning's Trainer follow the plan if it optimises by itself (automatic optimisation).
+"""Makes Lightning's Trainer follow the plan with automatic optimization.
 
 Three functions are hooked: the one that prepares the loader of the training data, the one that makes the closure of an
-optimizer step, and the one that ends a fit. A module that optimises by itself is given steps by `PlannedSteps`.
+optimizer step, and the one that ends a fit. Modules with manual optimization use `PlannedSteps`.
 """
 
 from __future__ import annotations

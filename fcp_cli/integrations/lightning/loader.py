@@ -1,4 +1,4 @@
-"""The steps of a plan as the loader of Lightning's Trainer.
+"""Provides the steps of a plan as a data loader for Lightning's Trainer.
 
     class Model(lightning.LightningModule):
         automatic_optimization = False
@@ -27,14 +27,14 @@ from fcp_cli.runtime.session.step import Step
 
 
 class PlannedSteps:
-    """The steps of a session. It has a length, without which Lightning fetches the next step before it runs the first.
+    """The steps of a session. Has a length, without which Lightning prefetches the next step before running the first.
 
     Lightning's checkpoints hold its state, so that `Trainer.fit(..., ckpt_path=...)` resumes with the next step.
 
     Args:
-        session: the session of `fcp_cli.runtime.start`.
+        session: session from `fcp_cli.runtime.start`.
         model: argument of `Session.steps`: in a LightningModule, `self.trainer.strategy.model`, with its wrapper.
-        first_step: optimizer step to begin with, if no checkpoint of Lightning's says it.
+        first_step: first optimizer step, unless a Lightning checkpoint defines it.
     """
 
     def __init__(self, session: Session, model: nn.Module, *, first_step: int = 0) -> None:
@@ -50,10 +50,10 @@ class PlannedSteps:
         return self._session.steps(self._model, first_step=self._first_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the session's."""
+        """Return the state of the session."""
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume at the end of a checkpoint's run."""
+        """Resume at the step saved in a checkpoint."""
         self._session.load_state_dict(state)
         self._first_step = None

@@ -1,4 +1,4 @@
-"""Hooks by which each attention layer of a model attends on the ring of its call.
+"""Hooks that make each attention layer of a model use the ring of its call.
 
 The ring comes with the call's PackedSeqParams, which every layer hands down and recomputation keeps. Only the core
 attention is given packed sequences: megatron-core 0.12 would else rotate queries and keys by its static group.
@@ -26,7 +26,7 @@ _sequences: ContextVar[RingSequences | None] = ContextVar("sequences_of_the_laye
 
 
 def hook_layer(layer: Attention, on_ring: Callable[[Ring, Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Make one attention layer attend on the ring of the call. Its modules are unchanged.
+    """Make one attention layer use the ring of the call, without changing its modules.
 
     Args:
         on_ring: attends, given the ring and a shard's queries, keys and values [tokens, heads, head_dim].
@@ -37,7 +37,7 @@ def hook_layer(layer: Attention, on_ring: Callable[[Ring, Tensor, Tensor, Tensor
 
 
 def scale_of(core: nn.Module, config: Any) -> float:
-    """Return the factor on the scores of a core attention, of which MindSpeed's Ulysses wraps another."""
+    """Return the softmax scale of a core attention, possibly wrapped by MindSpeed's Ulysses."""
     local = getattr(core, "local_attn", core)
     made, asked = getattr(local, "softmax_scale", None), getattr(config, "softmax_scale", None)
     scale: float = config.kv_channels**-0.5 if asked is None else asked
@@ -45,7 +45,7 @@ def scale_of(core: nn.Module, config: Any) -> float:
 
 
 def hook_rotary(rotary: nn.Module) -> None:
-    """Make a module of rotary embeddings return those of all positions within a plan's micro-batches.
+    """Make a rotary embedding return the table of all positions within a plan's micro-batches.
 
     By itself it cuts them for MindSpeed's static context-parallel group, and keeps the cut ones for the next call.
     """
@@ -56,7 +56,7 @@ def hook_rotary(rotary: nn.Module) -> None:
 
 
 def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an attention layer's forward as for a single sequence, and hand the ring on to its core attention."""
+    """Run an attention layer's forward pass as for a single sequence, and pass the ring to its core attention."""
     sequences = kwargs.get(PARAMS)
     if not isinstance(sequences, RingSequences):
         return original(*args, **kwargs)
@@ -68,7 +68,7 @@ def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputable_core(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Bind the ring to the core attention: backward recomputes only that, after the layer's call has ended."""
+    """Bind the ring to the core attention: the backward pass recomputes only that, after the layer's call has ended."""
     return original(*args, **{**kwargs, PARAMS: _sequences.get() or kwargs.get(PARAMS)})
 
 
@@ -92,7 +92,7 @@ def _core_attention(
 
 
 def plain_attention(scale: float, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Attend to one whole sequence, causally, without a ring, in fp32 or more; memory grows with the square.
+    """Compute causal attention over one complete sequence without a ring, in at least fp32; memory is quadratic.
 
     Megatron's signature of it; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim].
     """
@@ -106,7 +106,7 @@ def plain_attention(scale: float, query: Tensor, key: Tensor, value: Tensor, *_:
 
 
 def replace_unflatten() -> bool:
-    """Replace MindSpeed's `unflatten_softmax` if it fails on this version, as it does without its fused update.
+    """Replace MindSpeed's `unflatten_softmax` if it fails in this version, as it does without the fused update.
 
     It regards a transposed tensor through `view`, which needs its elements in order: with several heads they are not.
     """
@@ -121,7 +121,7 @@ def replace_unflatten() -> bool:
 
 
 def unflatten_softmax_wrapper(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Do the same with `reshape`: [tokens, heads, 8] by tokens becomes head by head within each sequence."""
+    """Implement it with `reshape`: [tokens, heads, 8] becomes head-major within each sequence."""
 
     def unflatten_softmax(x: Tensor, sub_seq_len: list[int]) -> Tensor:
         heads, lanes = x.shape[1:]

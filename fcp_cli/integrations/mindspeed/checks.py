@@ -1,4 +1,4 @@
-"""Check that MindSpeed, its settings and its model can follow a plan, or refuse in one line."""
+"""Checks that MindSpeed, its settings and its model can follow a plan, or raises an error in one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name() -> str:
     """Return MindSpeed's and Megatron's names with their versions."""
     try:
         version = metadata.version("mindspeed")
-    except metadata.PackageNotFoundError:  # a folder on PYTHONPATH
+    except metadata.PackageNotFoundError:  # a source folder on PYTHONPATH
         version = "of a source folder"
     return f"MindSpeed {version} on megatron-core {megatron.megatron_version()}"
 
@@ -41,7 +41,7 @@ def check_schedules(schedules: ModuleType) -> None:
 
 
 def check_targets() -> None:
-    """Check everything that is hooked, or relied on, in Megatron and MindSpeed, but for MindSpeed's ring."""
+    """Check everything hooked or used in Megatron and MindSpeed, except MindSpeed's ring."""
     from megatron.core import packed_seq_params, parallel_state
     from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.models.gpt import gpt_model
@@ -61,7 +61,7 @@ def check_targets() -> None:
 
 
 def why_own_ring(config: Any) -> str:
-    """Return why MindSpeed's ring cannot attend on the plan's groups, so that fcp's must; empty if it can.
+    """Return why fcp's ring must replace MindSpeed's on the plan's groups; empty if it need not.
 
     Its other ways to attend know their groups, windows, second communicators or masks before the first step.
     """
@@ -113,7 +113,7 @@ def _require(module: ModuleType, path: str, parameters: tuple[str, ...]) -> None
 
 
 def check_config(config: Any) -> None:
-    """Check the transformer's configuration, into which MindSpeed copies its own settings."""
+    """Check the transformer config, into which MindSpeed copies its own settings."""
     for is_refused, reason in _refusals(config):
         if is_refused:
             raise RunError(reason)

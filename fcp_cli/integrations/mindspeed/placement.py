@@ -1,4 +1,4 @@
-"""Answer Megatron and MindSpeed, call by call, with which ranks a call shares its sequences, or its gradients.
+"""Tells Megatron and MindSpeed, per call, which ranks share its sequences or gradients.
 
 Both keep one static answer in module globals and read it, through functions, wherever they need it. Those functions
 are wrapped: within a call that has a placement they answer with it, and otherwise as before. The globals stay as they
@@ -24,11 +24,11 @@ _SLICE_TABLE = "megatron.core.models.common.embeddings.rotary_pos_embedding.get_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """The groups of a call; missing ones stay Megatron's static answers.
+    """Process groups of a call; missing ones keep Megatron's static values.
 
     Attributes:
         ranks: global ranks of the context-parallel group.
-        index: this process's place in `ranks`.
+        index: index of this process in `ranks`.
         group: process group of them.
         data: process group of data-parallel sums, whether asked for with context parallelism or without.
     """
@@ -53,7 +53,7 @@ _ANSWERS: Mapping[str, Callable[[Placement], Any]] = {
 
 @contextmanager
 def placed(placement: Placement) -> Iterator[None]:
-    """Give calls of this thread the placement."""
+    """Use a placement for calls of this thread."""
     token = _current.set(placement)
     try:
         yield
@@ -62,14 +62,14 @@ def placed(placement: Placement) -> Iterator[None]:
 
 
 def hook_parallel_state() -> None:
-    """Make the functions of `_ANSWERS` answer with the placement of the call, for all who have imported them."""
+    """Make the functions in `_ANSWERS` return the placement of the call, for all modules that imported them."""
     for path, answer in _ANSWERS.items():
         wrap_everywhere(path, _answering(answer))
     wrap_everywhere(_SLICE_TABLE, _whole_table_wrapper)
 
 
 def _whole_table_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep rotary tables whole on a group of one rank. Newer Megatrons ask the group that a module was made with."""
+    """Do not slice rotary tables on a one-rank group. Newer Megatrons use the group that a module was created with."""
 
     @wraps(original)
     def slice_table(table: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _answering(answer: Callable[[Placement], Any]) -> Callable[[Callable[..., An
 
 
 def wrap_everywhere(path: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function at `path` by `wrapper` of it, in its module and in all that have imported it by name.
+    """Wrap the function at `path` with `wrapper`, in its module and in all that imported it by name.
 
     MindSpeed's own patch manager does it if there is one, so that it knows of it; it takes a function for a
     wrapper if its name ends in `wrapper`.

@@ -1,4 +1,4 @@
-"""Ring attention on the ring of a call, MindSpeed's or fcp's own, between the exchanges of ranks that share heads.
+"""Runs ring attention on the ring of a call, MindSpeed's or fcp's own, between Ulysses all-to-alls.
 
 MindSpeed's ring is given who belongs to it as an argument, which it keeps for its backward; it names global ranks, so
 one process group carries all rings. Its own Ulysses and hybrid layers exchange tokens for heads over the groups that
@@ -27,7 +27,7 @@ _NO_BIAS = 1  # of `pse_type`
 def attend_on_mindspeed(
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, scale: float, group: dist.ProcessGroup, settings: Any
 ) -> Tensor:
-    """Attend with MindSpeed's ring to the pack of a call, of which each member of its group holds a shard.
+    """Compute attention over the pack of a call, sharded over its ring, with MindSpeed's ring attention.
 
     Args:
         ring: the ring of the call; chunks are equally long.
@@ -52,13 +52,13 @@ def attend_on_mindspeed(
 
 
 def attend_on_own(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """Do the same with fcp's own ring, whose chunks may be of any length."""
+    """Do the same with fcp's own ring, whose chunks may have any length."""
     out = attention(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)), ring=ring, scale=scale)
     return out.squeeze(0).transpose(0, 1)
 
 
 def ring_settings(config: Any, layer_number: int) -> dict[str, Any]:
-    """Return MindSpeed's arguments of its ring that are the same in every call of a layer."""
+    """Return those arguments of MindSpeed's ring that are the same in every call of a layer."""
     from mindspeed.core.context_parallel.ring_context_parallel.context_parallel_kv_cache import get_cache_policy
 
     policy = getattr(config, "context_parallel_kv_cache_policy", None)
@@ -105,7 +105,7 @@ def _around_ring(
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _local_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
-    """Describe a shard as MindSpeed does: where each sequence ends, and the rows of its front and its back chunk."""
+    """Describe a shard in MindSpeed's format: sequence ends, and the rows of each front and back chunk."""
     sizes = torch.tensor(lengths)
     ends = sizes.cumsum(0)
     is_front = torch.arange(int(ends[-1])) < (ends - sizes // 2).repeat_interleave(sizes)

@@ -1,4 +1,4 @@
-"""megatron-core whose attention, and more, has been replaced by MindSpeed."""
+"""The stack of megatron-core patched by MindSpeed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class MindSpeedStack:
 
     @contextmanager
     def without_ring(self, model: Any, layer: Any) -> Iterator[None]:
-        """Replace the attention, since MindSpeed's needs a ring of two or more ranks, by one that is written out."""
+        """Replace MindSpeed's attention, which needs at least two ranks, with a plain implementation."""
         static, ring = model.config.context_parallel_size, layer.core_attention.forward
         model.config.context_parallel_size = 1  # else the rotary table would be as long as a whole static group's
         layer.core_attention.forward = partial(plain_attention, scale_of(layer.core_attention, layer.config))
@@ -111,7 +111,7 @@ class MindSpeedStack:
             model.config.context_parallel_size, layer.core_attention.forward = static, ring
 
     def totals(self, reports: Any) -> Any:
-        """Sum the reports of all micro-batches and ranks into one: each call of the script knows only its own.
+        """Sum the loss reports of all micro-batches and ranks, since each call of the script knows only its own.
 
         Other values are averaged over this rank's micro-batches.
         """
@@ -133,7 +133,7 @@ class MindSpeedStack:
 
 @contextmanager
 def _told(placement: Placement) -> Iterator[None]:
-    """Give calls the placement. Raise RunError if MindSpeed has renewed its patches (`repatch`) and they miss it."""
+    """Use a placement. Raise RunError if MindSpeed has reapplied its patches (`repatch`) and removed the hooks."""
     with placed(placement):
         if parallel_state.get_data_parallel_group() is not placement.data:
             raise RunError(
@@ -144,7 +144,7 @@ def _told(placement: Placement) -> Iterator[None]:
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """Return one of Megatron's groups whose only member is this process."""
+    """Return a Megatron group that contains only this process."""
     for name in _SMALL_GROUPS:
         group: dist.ProcessGroup = getattr(parallel_state, f"get_{name}_group")()
         if dist.get_world_size(group) == 1:
@@ -156,7 +156,7 @@ def _group_of_one() -> dist.ProcessGroup:
 
 
 def _is_pair(value: Any) -> bool:
-    """Return whether a report is a sum of losses and a number of tokens, as Megatron's training loop takes them."""
+    """Return whether a report is a pair of loss sum and token count, as in Megatron's training loop."""
     return len(value) == 2 if isinstance(value, (tuple, list)) else isinstance(value, Tensor) and value.numel() == 2
 
 

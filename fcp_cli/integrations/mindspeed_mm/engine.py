@@ -1,4 +1,4 @@
-"""Make MindSpeed-MM's FSDP2 engine follow the plan: its model is prepared before it is sharded, its step is the plan's.
+"""Makes MindSpeed-MM's FSDP2 engine follow the plan: prepares its model before sharding, and replaces its step.
 
 Clipping, the optimizer's step, the schedule, logs and checkpoints stay the engine's.
 """
@@ -64,7 +64,7 @@ def _outside(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare(model: Any) -> None:
-    """Let the model attend on rings and compute its loss in its head, unless the script has prepared it."""
+    """Make the model use ring attention and compute its loss in its head, unless the script has prepared it."""
     from fcp_cli.integrations.hugging_face.follow import base_model
     from fcp_cli.integrations.transformers.loss import put_loss_head
     from fcp_cli.integrations.transformers.preparation import NAME, prepare
@@ -81,7 +81,7 @@ def _prepare(model: Any) -> None:
 
 
 def _planned_steps(engine: Any) -> Any:
-    """Return the plan's steps for an engine, from the one that its checkpoint has reached."""
+    """Return the plan's steps for an engine, starting at its checkpoint's step."""
     from fcp_cli.integrations.hugging_face.checks import check_global_batch
     from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
     from fcp_cli.integrations.hugging_face.follow import base_model
@@ -118,7 +118,7 @@ def _refusals(args: Any) -> list[tuple[str, bool, str]]:
 
 
 def _run(engine: Any, steps: Any) -> dict[str, float]:
-    """Run the forwards and backwards of the plan's next step; return the engine's figures for the log."""
+    """Run the forward and backward passes of the plan's next step; return the engine's metrics to log."""
     step = next(steps, None)
     if step is None:
         raise RunError(
@@ -135,7 +135,7 @@ def _run(engine: Any, steps: Any) -> dict[str, float]:
 
 
 def _rows(loader: Any, plan: Path, metadata: PlanMetadata, config: Any) -> Any:
-    """Return the rows of the engine's loader, without its collator's positions: the model counts its own."""
+    """Return the rows of the engine's loader without collated positions: the model computes its own."""
     from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 
     class EngineRows(CollatedRows):

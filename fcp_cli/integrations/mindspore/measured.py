@@ -1,4 +1,4 @@
-"""The metrics of a MindSpore job (`fcp-metrics/1`): rank 0 gathers the measurements of all ranks after each step.
+"""Metrics of a MindSpore job (`fcp-metrics/1`): rank 0 gathers the measurements of all ranks after each step.
 
 PyNative runs operations asynchronously, so a micro-batch's end waits for the device; without metrics it does not.
 """
@@ -29,7 +29,7 @@ from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, 
 
 
 class MeasuredSteps:
-    """The steps of one rank, as they run; nothing is measured unless FCP_METRICS is set on all of them. Collective."""
+    """Measures the steps of one rank, if FCP_METRICS is set on all ranks. Collective."""
 
     def __init__(self, plan: Path, metadata: PlanMetadata, ranks: MindSporeRanks, first_step: int) -> None:
         path = os.environ.get(METRICS_VARIABLE)
@@ -49,18 +49,18 @@ class MeasuredSteps:
         self._began = self._entered = time.perf_counter()
 
     def enter(self) -> None:
-        """Note that a micro-batch begins."""
+        """Record the start of a micro-batch."""
         self._entered = time.perf_counter()
 
     def leave(self, order: int) -> None:
-        """Note that a micro-batch is over, once the device has run it."""
+        """Record the end of a micro-batch, once the device has run it."""
         if self.is_on:
             _wait_for_device()
             start = self._entered - self._began
             self._timings.append((order, start, time.perf_counter() - self._entered))
 
     def end(self) -> None:
-        """Note that a step is over, with its optimizer step, and gather it. Collective."""
+        """Record the end of a step, including its optimizer step, and gather all measurements. Collective."""
         if not self.is_on:
             return
         _wait_for_device()
@@ -87,7 +87,7 @@ class MeasuredSteps:
             self._writer = None
 
     def _gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, whose lengths differ; as words, since MindSpore gathers numbers."""
+        """Gather messages of different lengths from all ranks, encoded as integers for MindSpore."""
         words: IntArray = np.frombuffer(message, dtype="<i4").astype(np.int64)
         lengths = self._ranks.gather(np.array([len(words)]))[:, 0].tolist()
         padded = np.zeros(max(lengths), dtype=np.int64)
@@ -111,13 +111,13 @@ def _is_on_host() -> bool:
 
 
 def _wait_for_device() -> None:
-    """Wait for pending operations; MindSpore cannot on a CPU, and logs that as an error."""
+    """Wait for pending operations, except on a CPU, where MindSpore does not support it and logs an error."""
     if not _is_on_host():
         mindspore.runtime.synchronize()
 
 
 def _peak_memory_bytes() -> int:
-    """Return the most memory that this rank has had allocated on its device, or on a host all that it has had."""
+    """Return the peak memory allocated by this rank on its device, or on a host its peak resident memory."""
     if _is_on_host():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     most: int = mindspore.runtime.max_memory_allocated()

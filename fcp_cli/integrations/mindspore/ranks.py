@@ -1,4 +1,4 @@
-"""All ranks of a MindSpore job: hops between two of them, and a few small collectives over all."""
+"""Communication of a MindSpore job: point-to-point hops, and a few small collectives over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RING_GROUP = "fcp-rings"
 
 
 class PendingExchange:
-    """A pending exchange. It keeps the sent tensors alive until they have left."""
+    """A pending exchange. Keeps sent tensors alive until they have been sent."""
 
     __slots__ = ("_handles", "_received", "_sent")
 
@@ -36,7 +36,7 @@ class PendingExchange:
 
 
 class MindSporeRanks:
-    """All ranks of a MindSpore job, made by `join`. Every rank calls the collectives in the same order."""
+    """All ranks of a MindSpore job, created by `join`. Collectives run in the same order on all ranks."""
 
     __slots__ = ("rank", "size")
 
@@ -91,7 +91,7 @@ def join() -> MindSporeRanks:
 
 
 def _bind_default_group() -> None:
-    """Let `isend` find this process's rank on a CPU.
+    """Make `isend` find this process's rank on a CPU.
 
     MindSpore 2.10 binds the world group's name as a default argument while it is imported, before the back end (and
     with it the name) is known: without this, `isend` looks for HCCL's group on a CPU and fails.

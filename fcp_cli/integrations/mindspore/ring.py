@@ -1,4 +1,4 @@
-"""Ring attention in MindSpore: the algorithm and the layout of `ring_attention/ring.py`, on MindSpore's own operations.
+"""Ring attention in MindSpore: algorithm and layout of `ring_attention/ring.py`, in MindSpore operations.
 
 MindSpore has no attention on the CPU that returns its log-sum-exp, so scores are computed by matrix products, one
 sequence after the other: memory grows with the square of a chunk, not of the sequence.
@@ -32,7 +32,7 @@ _TRANSPOSED_PRODUCT = ops.BatchMatMul(transpose_a=True)
 
 
 class MindSporeRing(RingMember):
-    """The group of one micro-batch, as one of its members sees it.
+    """The ring of one micro-batch, from the view of one member.
 
     Attributes:
         world: all ranks of the job, which carry the hops.
@@ -46,7 +46,7 @@ class MindSporeRing(RingMember):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: MindSporeRing, scale: float | None = None) -> Tensor:
-    """Compute causal attention over the micro-batch's pack, of which each member of the ring holds a shard.
+    """Compute causal attention over the micro-batch's pack, sharded over the ring's members.
 
     Collective over the ring's members, and so is its backward. Every sequence attends to itself only. PyNative mode.
 
@@ -144,7 +144,7 @@ def _backward(
 
 
 class _Travel:
-    """Pairs on their way around the ring, from each member to the next; those without tokens do not travel."""
+    """Sends key-value pairs around the ring, from each member to the next; members without tokens send none."""
 
     __slots__ = ("_arrival", "_dtype", "_ring", "_shape")
 
@@ -156,7 +156,7 @@ class _Travel:
         self._arrival: PendingExchange | None = None
 
     def pass_on(self, pair: Held, hop: int) -> None:
-        """Send the pair of `hop`, and receive that of the hop after."""
+        """Send the pair of `hop`, and receive the next one."""
         ring = self._ring
         two, kv_heads, head_dim = self._shape
         arriving = ring.layout.tokens(ring.source(hop + 1))
@@ -169,13 +169,13 @@ class _Travel:
         )
 
     def arrived(self) -> Held:
-        """Wait, and return the pair of the hop after the one that was passed on."""
+        """Wait for and return the pair of the next hop."""
         assert self._arrival is not None, "nothing was passed on"
         return self._arrival.wait()
 
 
 def _attend(queries: Tensor, pair: Tensor, work: Hop) -> tuple[Tensor, Tensor]:
-    """Attend from some queries to only some keys; return out and lse."""
+    """Compute attention from some queries to some keys; return out and lse."""
     rows = _take(queries, work.q_rows)
     keys, values = (_flat(tensor) for tensor in _take(pair, work.k_rows))
     scores = _scores(_flat(rows), keys, work, repeats=rows.shape[1])
@@ -201,7 +201,7 @@ def _attend_back(
 
 
 def _scores(queries: Tensor, keys: Tensor, work: Hop, *, repeats: int) -> Tensor:
-    """Return [kv_heads, repeats * queries, keys]; minus infinity if a query must not see a key."""
+    """Return scores [kv_heads, repeats * queries, keys], minus infinity where masked."""
     scores = _PRODUCT_TRANSPOSED(queries, keys)
     if not work.segments.causal:
         return scores
@@ -219,7 +219,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Te
 
 
 def _take(tensor: Tensor, rows: Rows) -> Tensor:
-    """Return some tokens, which are the last dimension but one."""
+    """Select tokens along the second-to-last dimension."""
     start, stop = _span(rows)
     return tensor if (start, stop) == (0, tensor.shape[-2]) else tensor[..., start:stop, :]
 

@@ -1,4 +1,4 @@
-"""Drive a MindSpore training loop by a plan: this rank's micro-batches, each on its ring, and sums over all ranks.
+"""Drives a MindSpore training loop by a plan: this rank's micro-batches on their rings, and sums over all ranks.
 
 session = fcp_cli.integrations.mindspore.start("plan.parquet", fetch)
 for step in session.steps():
@@ -49,7 +49,7 @@ _NO_ATTENTION = (
 
 
 def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> MindSporeSession:
-    """Join the job and make sure that all ranks follow the same plan. Every rank calls it, once.
+    """Join the job and verify that all ranks follow the same plan. Called once on every rank.
 
     Args:
         plan: plan file; by default FCP_PLAN, which `fcp launch` sets.
@@ -76,7 +76,7 @@ def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> MindSpo
 
 
 class MindSporeSession:
-    """One rank's part in a job that follows a plan. Made by `start`.
+    """One rank of a job that follows a plan. Created by `start`.
 
     Attributes:
         plan, metadata: the plan file and its metadata.
@@ -146,7 +146,7 @@ class MindSporeMicroBatch:
 
 
 class MindSporeStep(FollowedStep):
-    """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
+    """One optimizer step of one rank. Iterate over it completely for the micro-batches.
 
     Attributes:
         tokens: the tokens of the global batch that carry a loss: all but the last of each sequence.
@@ -184,7 +184,7 @@ class MindSporeStep(FollowedStep):
         self._grads = [total + grad for total, grad in zip(self._grads, grads, strict=True)]
 
     def summed(self) -> tuple[float, tuple[Tensor, ...]]:
-        """Sum loss and gradients over all ranks. Every rank calls it, after its last micro-batch."""
+        """Sum loss and gradients over all ranks. Collective, after the last micro-batch."""
         self.require_finished()
         if self._loss is None:
             raise RunError(f"step {self.index} has no gradients; call step.add(loss, grads) for every micro-batch")
@@ -194,7 +194,7 @@ class MindSporeStep(FollowedStep):
 
 
 def _shard(row: MicroBatch, ring: MindSporeRing, fetch: Fetch) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the tokens, positions and labels that this rank holds; one pad token if it holds none."""
+    """Return the tokens, positions and labels of this rank; one pad token if it has none."""
     if not ring.tokens:
         pad = np.zeros(1, dtype=np.int64)
         return pad, pad, np.full(1, IGNORED, dtype=np.int64)

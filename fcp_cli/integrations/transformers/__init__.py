@@ -1,4 +1,4 @@
-"""Models of transformers on the rings of a plan."""
+"""Runs transformers models on the rings of a plan."""
 
 from fcp_cli.integrations.transformers.preparation import prepare, recompute_layers
 from fcp_cli.integrations.transformers.probe import weights_to_come

@@ -1,4 +1,4 @@
-"""Linear attention and state spaces of transformers' models on the ring of the micro-batch whose arguments reach them.
+"""Runs linear attention and state-space layers of transformers models on the ring of the current micro-batch.
 
 Layers of linear attention (Qwen3-Next, Qwen3.5, OLMo Hybrid) call two functions of the module that they are written in:
 the short convolution and the gated delta rule. Those of Mamba-2 (Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba2) call
@@ -36,7 +36,7 @@ _tokens_apart: ContextVar[bool] = ContextVar("tokens_apart", default=False)
 
 @contextmanager
 def tokens_apart() -> Iterator[None]:
-    """Let layers that keep a state treat each token as a separate sequence if their ring is None."""
+    """Make recurrent layers without a ring treat each token as a separate sequence."""
     token = _tokens_apart.set(True)
     try:
         yield
@@ -45,12 +45,12 @@ def tokens_apart() -> Iterator[None]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of linear attention and state spaces that can run on rings, by their names."""
+    """Return the linear-attention and state-space layers that can run on rings, by name."""
     return {name: module for name, module in model.named_modules() if _is_linear(module)}
 
 
 def hook_linear_layers(model: nn.Module) -> None:
-    """Make a model's layers that keep a state run on the ring that they are given; nothing to do for one of none."""
+    """Make a model's recurrent layers run on the ring passed to them."""
     for layer in linear_layers(model).values():
         functions = _written_in(layer)
         for name, hook in _HOOKS.items():
@@ -136,7 +136,7 @@ def _steps(
 
 
 def _hooked_whole(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """Hook the kernel of a whole layer: on rings it returns None, and the layer then calls the separate kernels."""
+    """Hook the fused kernel of a layer: on rings it returns None, so that the layer calls the separate kernels."""
 
     @wraps(whole)
     def hooked(*args: Any, **given: Any) -> Any:
@@ -176,7 +176,7 @@ _HOOKS = {
 
 
 def _broken_off(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function at which graphs of torch.compile break: they must not trace rings or hops."""
+    """Return a function that breaks torch.compile graphs, which must not trace rings or communication."""
     if not torch.compiler.is_compiling():
         return function
     disable: Any = torch.compiler.disable

@@ -1,4 +1,4 @@
-"""Let a transformers model compute its loss inside its forward, from hidden states instead of logits.
+"""Makes a transformers model compute its loss inside its forward pass, from hidden states instead of logits.
 
     loss = microbatch.normalised(model(..., labels=microbatch.labels).loss)
 
@@ -21,21 +21,21 @@ from fcp_cli.runtime.ring_attention.ring import Ring
 
 
 class LossHead(nn.Linear):
-    """A linear head that may answer with a loss."""
+    """A linear head that can return a loss instead of logits."""
 
     labels: Labels | None
     loss_sum: Tensor | None
 
     @classmethod
     def of(cls, head: nn.Linear) -> LossHead:
-        """Return a linear head as one of these: the same module, with the hooks that shard it."""
+        """Convert a linear head in place, keeping the hooks that shard it."""
         found: Any = head
         found.__class__ = cls
         found.labels = found.loss_sum = None
         return cast(LossHead, found)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the answer as hooks leave it: that of DeepSpeed's ZeRO 3 gives another tensor in the same memory."""
+        """Return the output after hooks: DeepSpeed ZeRO 3's hooks return another tensor in the same memory."""
         found: Tensor = super().__call__(hidden)
         # Fake tensors have no data pointer, and no engine whose hooks would need it.
         if self.loss_sum is not None and found is not self.loss_sum and found.data_ptr() == self.loss_sum.data_ptr():
@@ -51,7 +51,7 @@ class LossHead(nn.Linear):
 
 
 def put_loss_head(model: PreTrainedModel) -> LossHead | None:
-    """Let a model's linear head be a `LossHead` and return it; None for a model with none or another."""
+    """Convert a model's linear head to a `LossHead` and return it; None if its head is not linear."""
     head = _head(model)
     if isinstance(head, LossHead):
         return head
@@ -61,7 +61,7 @@ def put_loss_head(model: PreTrainedModel) -> LossHead | None:
 
 
 def prepare_loss(model: PreTrainedModel) -> None:
-    """Let a model of a linear head answer to the micro-batch's labels with the sum of their losses."""
+    """Make a model with a linear head return the summed loss of the micro-batch's labels."""
     if type(_head(model)) is not nn.Linear:
         return
     put_loss_head(model)
@@ -87,7 +87,7 @@ def _tell_head(
 
 
 def _take_loss(module: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
-    """Move the loss from the place of the head's output in a model's result to that of its loss."""
+    """Move the loss from the logits of a model's result to its loss."""
     head = _head(module)
     if not isinstance(head, LossHead) or head.labels is None:
         return None

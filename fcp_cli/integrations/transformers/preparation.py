@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face models under a plan, through transformers' own attention interface.
+"""Runs unmodified Hugging Face models under a plan, through transformers' own attention interface.
 
     model = AutoModelForCausalLM.from_pretrained(...)
     prepare(model)
@@ -54,7 +54,7 @@ NAME = "fcp"
 
 
 def prepare(model: transformers.PreTrainedModel) -> None:
-    """Make a decoder's attention run on the ring of the current micro-batch. Do it before DDP or `fully_shard`.
+    """Make a decoder's attention run on the ring of the current micro-batch. Call it before DDP or `fully_shard`.
 
     Its linear head is replaced by one of the same weight that computes the loss if `labels` are given.
 
@@ -117,7 +117,7 @@ def _own_attention(config: Any, implementation: str, use_cache: bool, _: nn.Modu
 
 
 def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
-    """Replace the decoder's attention by the ring's, bound to each call; return the decoder's configuration."""
+    """Replace the decoder's attention with ring attention bound to each call; return the decoder's config."""
     text = _text_config(model.config)
     _check_config(text, has_linear_layers=bool(linear_layers(model)))
     hook_linear_layers(model)
@@ -140,7 +140,7 @@ def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
 def recompute_layers(
     model: transformers.PreTrainedModel, how: Recompute, levels: Sequence[RecomputeLevel] = ()
 ) -> None:
-    """Make backward compute the activations of each layer again, while the model trains.
+    """Recompute the activations of each layer in the backward pass during training.
 
     Layers of a vision encoder are recomputed whole, since their attention runs on no ring; `activation` changes none.
 
@@ -175,7 +175,7 @@ def recompute_layers(
 
 
 def _recompute_as_needed(model: transformers.PreTrainedModel, levels: Sequence[RecomputeLevel]) -> None:
-    """Let each decoder layer choose its level at each call; a vision encoder recomputes all layers, or none."""
+    """Choose a recompute level per decoder layer and call; a vision encoder recomputes all layers or none."""
     if not levels:
         raise RunError(
             "layers recompute as needed by the levels of a plan, and this one has none; plan with "
@@ -201,7 +201,7 @@ def _recompute_as_needed(model: transformers.PreTrainedModel, levels: Sequence[R
 
 
 def _recompute_activations(model: transformers.PreTrainedModel, *, always: bool) -> None:
-    """Let the MLP of each decoder layer keep only its input and the outputs of its matrix products.
+    """Make the MLP of each decoder layer keep only its input and its matrix products' outputs.
 
     Args:
         model: the model of transformers.
@@ -218,7 +218,7 @@ def _recompute_activations(model: transformers.PreTrainedModel, *, always: bool)
 
 
 def _decoder(model: Any) -> nn.Module:
-    """Return the language model of a model, without its head and vision encoder."""
+    """Return the language model without its head and vision encoder."""
     decoder: nn.Module = model.get_decoder()
     return decoder
 
@@ -227,7 +227,7 @@ _MLPS = ("mlp", "feed_forward")
 
 
 def _text_config(config: Any) -> Any:
-    """Return the language model's configuration; refuse models that fcp does not know how to take apart."""
+    """Return the language model's config; reject unsupported multimodal models."""
     if not hasattr(config, "vision_config"):
         return config
     if config.model_type not in FAMILIES:
@@ -252,7 +252,7 @@ def _encoder_owner(model: transformers.PreTrainedModel) -> nn.Module:
 
 
 def _check_config(config: Any, *, has_linear_layers: bool) -> None:
-    """Refuse settings that no plan can follow, before the first forward."""
+    """Reject settings that no plan supports, before the first forward pass."""
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
@@ -275,7 +275,7 @@ def _check_config(config: Any, *, has_linear_layers: bool) -> None:
 def _bind_ring(
     module: transformers.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Add the current ring to each call of a model, and refuse arguments that would be ignored or wrong."""
+    """Add the current ring to each call of a model, and reject arguments that would be ignored or wrong."""
     if module.config.get_text_config()._attn_implementation != NAME:
         return None
     ring = kwargs.get("ring") or current_ring.get()
@@ -298,7 +298,7 @@ _PER_TOKEN: Final = {"mlp", "moe"}  # layers of Nemotron-H that are no attention
 
 
 def _is_given(argument: Any) -> bool:
-    """Return whether an argument says anything; a model may hand down a mask of each kind of layers, all None."""
+    """Return whether an argument is set; a model may pass a mask per layer type, all None."""
     if isinstance(argument, dict):
         return any(value is not None for value in argument.values())
     return argument is not None
@@ -317,7 +317,7 @@ _REFUSED_ARGUMENTS = {
 def _bring_embeddings(
     module: transformers.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Encode this rank's parts before each forward of a vision-language model, and fetch the embeddings of its tokens.
+    """Encode this rank's images before each forward pass of a vision-language model, and fetch its tokens' embeddings.
 
     Every rank runs the encoder once for every micro-batch, with or without images, so that gradients exist everywhere
     and the collectives of DDP and FSDP2 match.
@@ -355,7 +355,7 @@ def _attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks for it; query [1, heads, tokens, head_dim], key and value with fewer heads."""
+    """Implement transformers' attention interface; query [1, heads, tokens, head_dim], fewer key-value heads."""
     ring = kwargs.get("ring")
     if ring is None:
         raise RunError(
@@ -370,7 +370,7 @@ def _attention_forward(
 
 
 def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Refuse features that attention over shards lacks, instead of ignoring them."""
+    """Reject features that sharded attention lacks, instead of ignoring them."""
     is_causal = kwargs.get("is_causal")
     refused = {
         "an attention mask": attention_mask is not None,
@@ -389,7 +389,7 @@ def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[s
 
 
 def _window_of(module: nn.Module) -> int | None:
-    """Return the tokens of a layer's window by its config, as transformers' masks have it; None without one."""
+    """Return a layer's attention window from its config, as in transformers' masks; None without one."""
     config = getattr(module, "config", None)
     window: int | None = getattr(config, "sliding_window", None)
     kinds, place = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)

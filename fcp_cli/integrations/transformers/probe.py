@@ -1,4 +1,4 @@
-"""Test whether a transformers model can run on shards of a sequence, on a few tokens before training.
+"""Tests whether a transformers model can run on shards of a sequence, on a few tokens before training.
 
 A rank holds some tokens of a sequence, and only attention may read the others. So while `probe` runs, attention
 answers for each token from that token's own query, key and value, and linear attention that can run on rings as if each
@@ -67,7 +67,7 @@ _weights_to_come: ContextVar[bool] = ContextVar("weights_to_come", default=False
 
 @contextmanager
 def weights_to_come() -> Iterator[None]:
-    """Judge models without running them: their weights are not read yet."""
+    """Check models without running them, since their weights are not loaded yet."""
     token = _weights_to_come.set(True)
     try:
         yield
@@ -76,7 +76,7 @@ def weights_to_come() -> Iterator[None]:
 
 
 def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[..., None]) -> None:
-    """Raise RunError if a plan cannot split a model's sequences, judged by its outputs.
+    """Raise RunError if a model's outputs show that a plan cannot split its sequences.
 
     A model whose weights are not there yet (on the meta device, `weights_to_come`) is judged by its modules and by the
     outputs of a small one of its class and config, if one can be made; a vision-language model only by its modules.
@@ -104,7 +104,7 @@ def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[...,
 
 
 class _NotRunError(RunError):
-    """A model's own code failed on a few tokens."""
+    """The model's own code failed on a few tokens."""
 
 
 class _Probe:
@@ -141,7 +141,7 @@ class _Probe:
         raise RunError(said.format(name=self._config.model_type, remedy=remedy))
 
     def _ropes(self) -> list[dict[str, Any]]:
-        """Return the settings of its rotary embeddings: of the model, or of each kind of its layers."""
+        """Return the rotary embedding settings of the model, or of each layer type."""
         rope = getattr(self._config, "rope_parameters", None) or {}
         return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
@@ -160,7 +160,7 @@ class _Probe:
         return rows.float() if rows.dtype != torch.float64 else rows
 
     def _differ(self, found: Tensor, expected: Tensor) -> bool:
-        """Return whether most rows differ: one or two may, where a router of experts is undecided between two."""
+        """Return whether most rows differ; one or two may, where an expert router's choice is ambiguous."""
         apart = torch.linalg.vector_norm(found - expected, dim=1)
         size = torch.linalg.vector_norm(expected, dim=1)
         return bool((~(apart <= self._tolerance * size)).sum() * 2 > len(found))
@@ -190,7 +190,7 @@ class _Probe:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Answer for each token from its own query, key and value, in a way that shows how they were rotated."""
+        """Compute each token's output from its own query, key and value, such that it depends on their rotation."""
         self._counting.is_on = False
         if "ring" not in kwargs:
             self._refuse(_NO_ARGUMENTS)
@@ -233,12 +233,12 @@ _current: ContextVar[_Probe] = ContextVar("probe")
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend for the probe that runs in this thread."""
+    """Attention of the probe that runs in this thread."""
     return _current.get().attend(module, query, key, value, attention_mask, kwargs), None
 
 
 class _ShiftedCounts(TorchFunctionMode):
-    """Adds to every count from 0 to the number of tokens that is made inside attention, before it attends."""
+    """Shifts every position range from 0 that is created inside attention, before attention is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def set_attention(model: transformers.PreTrainedModel, config: Any, name: str) -
 
 
 def _seen(heads: Tensor) -> Tensor:
-    """Return [1, heads, tokens, 1] one number per head and token, which a rotation changes."""
+    """Return [1, heads, tokens, 1] one number per head and token that depends on the rotation."""
     weights = torch.linspace(-1.0, 1.0, heads.shape[-1], dtype=heads.dtype, device=heads.device).cos()
     weights = weights * torch.arange(1, heads.shape[-1] + 1, dtype=heads.dtype, device=heads.device).sin()
     return (heads * weights).sum(dim=-1, keepdim=True)

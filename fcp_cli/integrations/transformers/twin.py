@@ -1,4 +1,4 @@
-"""A small model of the same class and kind as one whose weights are not there yet, to be run in its place."""
+"""Builds a small model of the same class, to be run in place of one whose weights are not loaded yet."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def twin_of(model: transformers.PreTrainedModel) -> Any:
 
 
 def _small(config: Any) -> Any:
-    """Return a copy of a decoder's config with its sizes made small; rotations keep the size of a head."""
+    """Return a copy of a decoder's config with small sizes but the same head size."""
     small = copy.deepcopy(config)
     layers = config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
