@@ -196,7 +196,13 @@ def takes_longer(step: StepPlan) -> dict[str, Any]:
         }
         for rank in range(RANKS)
     ]
-    return {"kind": "step", "step": step.step, "warm_up": step.step == 0, "ranks": ranks}
+    return {
+        "kind": "step",
+        "step": step.step,
+        "warm_up": step.step == 0,
+        "seconds": step.makespan_seconds,
+        "ranks": ranks,
+    }
 
 
 @pytest.mark.full
