@@ -10,14 +10,9 @@ import pytest
 
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import BrokenAssignmentError, assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.batching.batches import batch_of
+from fcp_cli.planning.problem import Assignment
 from tests.planning.examples import example_problem, table_of
-
-
-def batch_of(lengths: list[int], problem: Problem) -> Batch:
-    settings = BatchSettings(global_batch_size=len(lengths), shuffle=False)
-    return GlobalBatches(table_of(lengths), problem, settings).batch(0)
 
 
 def assignment_of(packs: list[tuple[list[int], list[int]]], waves: list[int] | None = None) -> Assignment:
@@ -36,7 +31,7 @@ def assignment_of(packs: list[tuple[list[int], list[int]]], waves: list[int] | N
 
 def test_seconds_follow_the_cost_model_and_ring_bandwidth_the_placement() -> None:
     problem = example_problem(num_ranks=8, ranks_per_node=4)
-    batch = batch_of([20_000, 20_000, 3_000], problem)
+    batch = batch_of(table_of([20_000, 20_000, 3_000]), problem)
     step = assemble(assignment_of([([0, 1], [0]), ([3, 4], [1]), ([2], [2])]), batch, problem)
     linear, attention = 2.838e-4 * 20_000 / 2, 6.451e-9 * 20_000**2 / 2
     ring_inter = 442368 * 20_000 / 2 / 12e9 + 0.001
@@ -47,7 +42,9 @@ def test_seconds_follow_the_cost_model_and_ring_bandwidth_the_placement() -> Non
 
 def test_under_iteration_a_rank_without_any_work_gets_one_idle_row_at_the_end() -> None:
     problem = example_problem(num_ranks=4, ranks_per_node=4)
-    step = assemble(assignment_of([([0, 1], [0]), ([0], [1]), ([2], [2])]), batch_of([100, 200, 300], problem), problem)
+    step = assemble(
+        assignment_of([([0, 1], [0]), ([0], [1]), ([2], [2])]), batch_of(table_of([100, 200, 300]), problem), problem
+    )
     rows = list(step.microbatches())
     assert [row.ranks for row in rows] == [(0, 1), (0,), (2,), (3,)]
     assert rows[3].is_idle
@@ -60,7 +57,7 @@ def test_under_microbatch_every_wave_uses_every_rank_once() -> None:
     problem = example_problem("microbatch", num_ranks=3, ranks_per_node=3)
     step = assemble(
         assignment_of([([2], [0]), ([0, 1], [1]), ([1], [2])], waves=[0, 0, 1]),
-        batch_of([9000, 200, 300], problem),
+        batch_of(table_of([9000, 200, 300]), problem),
         problem,
     )
     rows = list(step.microbatches())
@@ -94,7 +91,7 @@ def test_under_microbatch_every_wave_uses_every_rank_once() -> None:
 def test_a_broken_assignment_is_refused(packs: list[tuple[list[int], list[int]]], defect: str) -> None:
     problem = example_problem(num_ranks=4, ranks_per_node=4, tokens_per_rank=2000)
     with pytest.raises(BrokenAssignmentError, match=re.escape(defect)):
-        assemble(assignment_of(packs), batch_of([10, 1990, 2011], problem), problem)
+        assemble(assignment_of(packs), batch_of(table_of([10, 1990, 2011]), problem), problem)
 
 
 @pytest.mark.parametrize(
@@ -111,4 +108,4 @@ def test_broken_waves_are_refused(sync: Sync, waves: list[int], defect: str) -> 
     problem = example_problem(sync, num_ranks=4)
     assignment = replace(assignment_of([([0, 1], [0]), ([1], [1])]), wave=np.array(waves, dtype=np.int32))
     with pytest.raises(BrokenAssignmentError, match=defect):
-        assemble(assignment, batch_of([10, 20], problem), problem)
+        assemble(assignment, batch_of(table_of([10, 20]), problem), problem)

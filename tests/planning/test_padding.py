@@ -17,14 +17,14 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.pricing.packs import crosses_nodes
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.run import make_plan, plan_step
 from fcp_cli.planning.problem import Problem, problem_of
 from fcp_cli.planning.settings.continuation import remaining_steps, settings_of
 from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver, solver_names, works_under
 from tests.plan.plans import rewritten
-from tests.planning.examples import example_problem, example_profile, long_tail, table_of
+from tests.planning.examples import example_problem, example_profile, long_tail, one_batch
 
 SYNCS = pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 TABLE = long_tail(60)
@@ -41,7 +41,7 @@ def padded_problem(sync: Sync, *, num_ranks: int, ranks_per_node: int, budget: i
 
 
 def planned(lengths: list[int], problem: Problem, solver: str = "fcp", *, max_groups: int | None = None) -> StepPlan:
-    batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
+    batches = one_batch(lengths, problem)
     return plan_step(batches.batch(0), problem, make_solver(solver, batches, max_groups=max_groups))
 
 

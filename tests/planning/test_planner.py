@@ -19,11 +19,9 @@ from fcp_cli import Planner
 from fcp_cli.plan.file.schema import steps_to_arrow
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.dataset.run import plan_step
-from fcp_cli.planning.fcp.limits import make_solver
 from tests.messages import raises
 from tests.patience import PATIENCE_SECONDS
-from tests.planning.examples import PROFILE, example_problem, table_of
+from tests.planning.examples import PROFILE, example_problem, first_step, table_of
 
 SYNCS: list[Sync] = ["iteration", "microbatch"]
 
@@ -46,7 +44,7 @@ def test_a_batch_is_planned_as_fcp_plan_plans_it(profile: Path, sync: Sync, leng
     batches = GlobalBatches(
         table_of(lengths), example_problem(sync), BatchSettings(global_batch_size=len(lengths), shuffle=False)
     )
-    written = plan_step(batches.batch(0), batches.problem, make_solver(batches))
+    written = first_step(batches)
     assert steps_to_arrow([planner(profile, sync).plan(lengths)]).equals(steps_to_arrow([written]))
 
 

@@ -13,10 +13,9 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_step
 from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.problem import Problem
-from tests.planning.examples import example_problem
+from tests.planning.examples import example_problem, one_batch
 
 
 def with_terms(problem: Problem, terms: StepTerms, **coefficients: float) -> Problem:
@@ -24,17 +23,13 @@ def with_terms(problem: Problem, terms: StepTerms, **coefficients: float) -> Pro
     return replace(problem, profile=parse_cost_profile(dump_cost_profile(profile), name="x"))
 
 
-def batches_of(table: LengthTable, problem: Problem) -> GlobalBatches:
-    return GlobalBatches(table, problem, BatchSettings(global_batch_size=len(table), shuffle=False))
-
-
 def test_waves_with_a_floor_are_fewer_and_no_slower_than_a_blind_plans() -> None:
     plain = example_problem("microbatch", num_ranks=64, ranks_per_node=8, tokens_per_rank=8192)
     floored = with_terms(plain, StepTerms(wave_floor_seconds=5.0))
     table = family_table("extreme", sequences=512, seed=0)
-    batches = batches_of(table, floored)
+    batches = one_batch(table, floored)
     batch = batches.batch(0)
-    aware, blind = make_solver(batches).assign(batch), make_solver(batches_of(table, plain)).assign(batch)
+    aware, blind = make_solver(batches).assign(batch), make_solver(one_batch(table, plain)).assign(batch)
     assert aware.wave.max() < blind.wave.max()
     step = assemble(aware, batch, floored)
     assert step.makespan_seconds < 0.9 * makespan_seconds(blind, batch, floored)
@@ -47,7 +42,7 @@ def test_what_closes_a_step_is_shown_and_chooses_nothing() -> None:
     table = family_table("github", sequences=200, seed=0)
     steps = []
     for problem in (plain, closing):
-        batches = batches_of(table, problem)
+        batches = one_batch(table, problem)
         steps.append(assemble(make_solver(batches).assign(batches.batch(0)), batches.batch(0), problem))
     assert np.array_equal(steps[0].ranks, steps[1].ranks)
     assert np.array_equal(steps[0].sequences, steps[1].sequences)
@@ -66,10 +61,10 @@ def test_a_plan_in_lockstep_is_sound_and_evener_in_what_ranks_wait_for(knows_man
     )
     plain = with_terms(example_problem("microbatch", tokens_per_rank=4096), StepTerms(), vision_seconds_per_patch=1e-4)
     lockstep = with_terms(plain, StepTerms(lockstep=True))
-    batches = batches_of(table, lockstep)
+    batches = one_batch(table, lockstep)
     batch = batches.batch(0)
     step = assemble(make_solver(batches).assign(batch), batch, lockstep)
-    blind = make_solver(batches_of(table, plain)).assign(batch)
+    blind = make_solver(one_batch(table, plain)).assign(batch)
     assert step.bound_seconds <= step.makespan_seconds
     assert step.makespan_seconds < makespan_seconds(blind, batch, lockstep)
     findings = check_step(step, _metadata(lockstep), lockstep.profile, table if knows_manifest else None)

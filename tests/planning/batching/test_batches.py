@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,16 @@ from hypothesis import strategies as st
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError, OverlongError
+from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, LastBatch, OverlongPolicy
+from fcp_cli.planning.problem import Problem
 from tests.planning.examples import example_problem, table_of
+
+FOUR_RANKS = example_problem(num_ranks=4, tokens_per_rank=100)
+
+
+def batches_of(table: LengthTable, problem: Problem | None = None, **settings: Any) -> GlobalBatches:
+    return GlobalBatches(table, problem or example_problem(), BatchSettings(**settings))
 
 
 def rows_per_step(batches: GlobalBatches) -> list[list[int]]:
@@ -29,11 +38,7 @@ def test_every_epoch_holds_every_sequence_once(
     sequences: int, size: int, epochs: int, seed: int, shuffle: bool
 ) -> None:
     table = table_of(range(1, sequences + 1))
-    batches = GlobalBatches(
-        table,
-        example_problem(),
-        BatchSettings(global_batch_size=size, epochs=epochs, seed=seed, shuffle=shuffle),
-    )
+    batches = batches_of(table, global_batch_size=size, epochs=epochs, seed=seed, shuffle=shuffle)
     steps = rows_per_step(batches)
     per_epoch = len(steps) // epochs
     for epoch in range(epochs):
@@ -44,18 +49,16 @@ def test_every_epoch_holds_every_sequence_once(
 
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     table = table_of(range(1, 101))
-    one = GlobalBatches(table, example_problem(), BatchSettings(global_batch_size=10, epochs=2, seed=3))
+    one = batches_of(table, global_batch_size=10, epochs=2, seed=3)
     same = GlobalBatches(table, example_problem(num_ranks=64), BatchSettings(global_batch_size=10, epochs=2, seed=3))
-    other = GlobalBatches(table, example_problem(), BatchSettings(global_batch_size=10, epochs=2, seed=4))
+    other = batches_of(table, global_batch_size=10, epochs=2, seed=4)
     assert rows_per_step(one) == rows_per_step(same)
     assert rows_per_step(one) != rows_per_step(other)
     assert rows_per_step(one)[:10] != rows_per_step(one)[10:]
 
 
 def test_any_step_can_be_made_on_its_own() -> None:
-    batches = GlobalBatches(
-        table_of(range(1, 101)), example_problem(), BatchSettings(global_batch_size=7, epochs=3, seed=1)
-    )
+    batches = batches_of(table_of(range(1, 101)), global_batch_size=7, epochs=3, seed=1)
     straight = list(batches)
     for step in (40, 3, 17):
         assert batches.batch(step).rows.tolist() == straight[step].rows.tolist()
@@ -65,24 +68,21 @@ def test_any_step_can_be_made_on_its_own() -> None:
 
 @pytest.mark.parametrize(("last_batch", "sizes"), [("keep", [4, 4, 2]), ("drop", [4, 4])])
 def test_a_last_partial_batch_is_kept_or_dropped(last_batch: LastBatch, sizes: list[int]) -> None:
-    batches = GlobalBatches(
-        table_of(range(1, 11)), example_problem(), BatchSettings(global_batch_size=4, last_batch=last_batch)
-    )
+    batches = batches_of(table_of(range(1, 11)), global_batch_size=4, last_batch=last_batch)
     assert [len(rows) for rows in rows_per_step(batches)] == sizes
 
 
 def test_a_step_limit_keeps_the_first_steps() -> None:
     table = table_of(range(1, 31))
-    whole = GlobalBatches(table, example_problem(), BatchSettings(global_batch_size=4))
-    limited = GlobalBatches(table, example_problem(), BatchSettings(global_batch_size=4, step_limit=3))
+    whole = batches_of(table, global_batch_size=4)
+    limited = batches_of(table, global_batch_size=4, step_limit=3)
     assert rows_per_step(limited) == rows_per_step(whole)[:3]
 
 
 def test_overlong_sequences_are_named_with_what_fits_and_the_options_that_mend_it() -> None:
     table = table_of([5, 900, 901, 902, 903, 904, 905, 906])
-    problem = example_problem(num_ranks=4, tokens_per_rank=100)
     with pytest.raises(OverlongError) as error:
-        GlobalBatches(table, problem, BatchSettings(global_batch_size=2))
+        batches_of(table, FOUR_RANKS, global_batch_size=2)
     message = str(error.value)
     assert "row 1 (900 tokens)" in message
     assert "row 5 (904 tokens) and 2 more" in message
@@ -97,14 +97,16 @@ def test_a_length_limit_below_what_fits_is_an_error_too() -> None:
     with pytest.raises(
         OverlongError, match=r"row 1 \(31 tokens\); .* --max-length allows 30.* --max-length 31 to hold them$"
     ):
-        GlobalBatches(table_of([30, 31]), example_problem(), BatchSettings(global_batch_size=2, max_length=30))
+        batches_of(table_of([30, 31]), global_batch_size=2, max_length=30)
 
 
 def test_a_step_in_the_order_of_the_manifest_looks_up_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = GlobalBatches(
+    batches = batches_of(
         table_of([5, 900, *range(1, 99)]),
-        example_problem(num_ranks=4, tokens_per_rank=100),
-        BatchSettings(global_batch_size=4, overlong="drop", shuffle=False),
+        FOUR_RANKS,
+        global_batch_size=4,
+        overlong="drop",
+        shuffle=False,
     )
     looked_up: list[int] = []
     kept = GlobalBatches._kept
@@ -121,29 +123,24 @@ def test_a_step_in_the_order_of_the_manifest_looks_up_its_own_rows_alone(monkeyp
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_the_longest_sequence_is_the_longest_that_takes_part(overlong: OverlongPolicy) -> None:
     for lengths in ([5, 900, 400, 301], [5, 6], [400, 399]):
-        batches = GlobalBatches(
-            table_of(lengths),
-            example_problem(num_ranks=4, tokens_per_rank=100),
-            BatchSettings(global_batch_size=1, overlong=overlong),
-        )
+        batches = batches_of(table_of(lengths), FOUR_RANKS, global_batch_size=1, overlong=overlong)
         assert batches.longest_tokens == batches.table.length_tokens[batches.rows].max()
 
 
 def test_overlong_sequences_are_dropped() -> None:
-    batches = GlobalBatches(
-        table_of([5, 900, 400, 401]),
-        example_problem(num_ranks=4, tokens_per_rank=100),
-        BatchSettings(global_batch_size=2, overlong="drop", shuffle=False),
-    )
+    batches = batches_of(table_of([5, 900, 400, 401]), FOUR_RANKS, global_batch_size=2, overlong="drop", shuffle=False)
     assert rows_per_step(batches) == [[0, 2]]
     assert (batches.overlong.sequences, batches.overlong.max_length) == (2, 400)
 
 
 def test_overlong_sequences_are_truncated() -> None:
-    batches = GlobalBatches(
+    batches = batches_of(
         table_of([5, 900, 400, 301]),
-        example_problem(num_ranks=4, tokens_per_rank=100),
-        BatchSettings(global_batch_size=4, overlong="truncate", max_length=300, shuffle=False),
+        FOUR_RANKS,
+        global_batch_size=4,
+        overlong="truncate",
+        max_length=300,
+        shuffle=False,
     )
     batch = batches.batch(0)
     assert batch.lengths.tolist() == [5, 300, 300, 300]
@@ -153,11 +150,9 @@ def test_overlong_sequences_are_truncated() -> None:
 
 def test_dropping_every_sequence_is_an_error() -> None:
     with pytest.raises(ManifestError, match="all 2 sequences are longer than 3 tokens"):
-        GlobalBatches(
-            table_of([5, 6]), example_problem(), BatchSettings(global_batch_size=2, overlong="drop", max_length=3)
-        )
+        batches_of(table_of([5, 6]), global_batch_size=2, overlong="drop", max_length=3)
 
 
 def test_dropping_the_only_batch_is_an_error() -> None:
     with pytest.raises(ManifestError, match="2 sequences cannot fill one global batch of 3; lower --global-batch-size"):
-        GlobalBatches(table_of([5, 6]), example_problem(), BatchSettings(global_batch_size=3, last_batch="drop"))
+        batches_of(table_of([5, 6]), global_batch_size=3, last_batch="drop")

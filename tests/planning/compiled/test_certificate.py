@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import parse_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches, batch_of
+from fcp_cli.planning.batching.batches import batch_of
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
 from fcp_cli.planning.compiled.alone import work_in_rings
 from fcp_cli.planning.compiled.certificate import other_waves, wave_bound
@@ -28,7 +27,7 @@ from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs, repriced
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.work import work_on
-from tests.planning.examples import example_problem, table_of
+from tests.planning.examples import example_problem, first_step, one_batch, table_of
 
 _PROFILE = """\
 format: fcp-cost-profile/1
@@ -269,10 +268,8 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
     any_length = st.one_of(st.integers(1, problem.tokens_per_rank), st.integers(1, most))
     max_size = 6 if sync == "microbatch" else (5 if num_ranks == 2 else 4)
     lengths = data.draw(st.lists(any_length, min_size=2, max_size=max_size), label="lengths")
-    table = LengthTable(name="lengths", length_tokens=np.array(lengths, dtype=np.int64))
-    batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
-    batch = batches.batch(0)
-    planned = assemble(make_solver(batches).assign(batch), batch, problem).makespan_seconds
+    batch = batch_of(table_of(lengths), problem)
+    planned = first_step(one_batch(lengths, problem)).makespan_seconds
 
     schedules = Exhaustive(batch.work, problem)
     optimum = schedules.best_waves() if sync == "microbatch" else schedules.best_timelines(planned)
@@ -306,10 +303,8 @@ def test_where_each_rank_holds_the_tokens_that_cost_the_least_each_no_gap_is_lef
     problem = Problem(
         num_ranks=3, ranks_per_node=3, tokens_per_rank=20, sync=sync, profile=parse_cost_profile(text, name="test")
     )
-    table = LengthTable(name="lengths", length_tokens=np.array([9, 9, 9], dtype=np.int64))
-    batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=3, shuffle=False))
-    batch = batches.batch(0)
-    makespan = assemble(make_solver(batches).assign(batch), batch, problem).makespan_seconds
+    batch = batch_of(table_of([9, 9, 9]), problem)
+    makespan = first_step(one_batch([9, 9, 9], problem)).makespan_seconds
     assert makespan == pytest.approx(3.0 + 2.7 + 9 * 0.02 + 81 * 0.01)
     assert lower_bound_seconds(batch.work, problem) == pytest.approx(makespan, rel=1e-6)
     assert lower_bound_seconds(batch.work, problem) <= makespan * (1 + 1e-9)
@@ -318,7 +313,7 @@ def test_where_each_rank_holds_the_tokens_that_cost_the_least_each_no_gap_is_lef
 def test_long_sequences_that_crowd_into_one_wave_raise_the_bound_to_what_can_be_planned() -> None:
     lengths = [131_072] * 8 + np.linspace(2048, 8192, 4088).astype(int).tolist()
     problem = example_problem("microbatch", num_ranks=1024, ranks_per_node=8)
-    batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
+    batches = one_batch(lengths, problem)
     batch = batches.batch(0)
     _order, sequences = by_falling_work(batch.work)
     one_by_one = max(simple_bound_seconds(batch.work, problem), wave_bound(sequences, planner_inputs(problem)))
@@ -357,7 +352,7 @@ def test_work_that_one_wave_leaves_takes_another_wave_even_if_all_tokens_fit_int
 def test_long_sequences_dealt_to_waves_raise_the_bound_where_they_do_not_fit_into_one() -> None:
     lengths = [131_072, 131_072, 97_000] + [6000] * 250
     problem = example_problem("microbatch", num_ranks=64, ranks_per_node=8, tokens_per_rank=8192)
-    batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
+    batches = one_batch(lengths, problem)
     batch = batches.batch(0)
     _order, sequences = by_falling_work(batch.work)
     inputs = planner_inputs(problem)
@@ -368,9 +363,8 @@ def test_long_sequences_dealt_to_waves_raise_the_bound_where_they_do_not_fit_int
 def test_the_bound_of_a_few_sequences_on_one_node_is_the_time_of_their_best_waves() -> None:
     lengths = [4713, 4163, 2478, 2096, 1495, 1166]
     problem = example_problem("microbatch", num_ranks=4, ranks_per_node=4)
-    batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
-    batch = batches.batch(0)
-    step = assemble(make_solver(batches).assign(batch), batch, problem)  # tries all that there are
+    step = first_step(one_batch(lengths, problem))  # tries all that there are
+    batch = batch_of(table_of(lengths), problem)
     _order, sequences = by_falling_work(batch.work)
     assert waves_bound(0.0, sequences, planner_inputs(problem)) < 0.996 * step.makespan_seconds
     assert step.gap == pytest.approx(0.0, abs=1e-8)

@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from fcp_cli.arrays import IntArray
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.compiled.room_tree import make_tree, set_room
-from fcp_cli.planning.fcp.limits import make_solver
-from tests.planning.examples import example_problem, table_of
+from tests.planning.examples import example_problem, first_step, one_batch, table_of
 
 SYNCS = pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 PRIMES = (2, 7, 61, 127, 509)
@@ -26,11 +23,7 @@ def planned(
     lengths: IntArray | list[int], sync: Sync, *, num_ranks: int, tokens_per_rank: int, ranks_per_node: int = 8
 ) -> StepPlan:
     problem = example_problem(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node, tokens_per_rank=tokens_per_rank)
-    settings = BatchSettings(global_batch_size=len(lengths), shuffle=False)
-    batches = GlobalBatches(table_of(np.asarray(lengths).tolist()), problem, settings)
-    batch = batches.batch(0)
-    # assemble() checks coverage, budgets, ranks and waves.
-    return assemble(make_solver(batches).assign(batch), batch, problem)
+    return first_step(one_batch(table_of(np.asarray(lengths).tolist()), problem))
 
 
 @pytest.mark.boundscheck

@@ -55,6 +55,17 @@ def small_journal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_ROWS_PER_PART", 50)
 
 
+@pytest.fixture
+def interrupted(small_journal: None, tmp_path: Path) -> Path:
+    """Where a plan was to be, of which a journal holds most of 24 steps."""
+    path = tmp_path / "plan.parquet"
+    with pytest.raises(
+        Interrupted, match=r"interrupted after step 2\d of 32; no plan was written; continue with --resume"
+    ):
+        make(path, stop_after=24)
+    return path
+
+
 @pytest.mark.processes
 def test_two_processes_make_the_plan_that_one_makes(tmp_path: Path) -> None:
     alone = make(tmp_path / "one.parquet")
@@ -63,17 +74,14 @@ def test_two_processes_make_the_plan_that_one_makes(tmp_path: Path) -> None:
     assert together.summary.makespan_seconds == alone.summary.makespan_seconds
 
 
-@pytest.mark.usefixtures("small_journal")
-def test_an_interrupted_plan_leaves_no_file_and_goes_on_to_the_same_plan(tmp_path: Path) -> None:
-    path = tmp_path / "plan.parquet"
-    with pytest.raises(
-        Interrupted, match=r"interrupted after step 2\d of 32; no plan was written; continue with --resume"
-    ):
-        make(path, stop_after=24)
-    assert not path.exists()
-    resumed = make(path, resume=True)
-    assert resumed.metadata.plan_hash == make(tmp_path / "other.parquet").metadata.plan_hash
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["other.parquet", "plan.parquet"]
+def test_a_plan_interrupted_twice_leaves_no_file_and_goes_on_to_the_same_plan(interrupted: Path) -> None:
+    with pytest.raises(Interrupted):
+        make(interrupted, stop_after=28, resume=True)
+    assert not interrupted.exists()
+    resumed = make(interrupted, resume=True)
+    other = interrupted.with_name("other.parquet")
+    assert resumed.metadata.plan_hash == make(other).metadata.plan_hash
+    assert sorted(interrupted.parent.iterdir()) == [other, interrupted]
 
 
 @pytest.mark.usefixtures("small_journal")
@@ -94,20 +102,7 @@ def test_a_plan_interrupted_as_its_first_steps_reach_the_disk_can_be_continued(
     assert resumed.metadata.plan_hash == make(tmp_path / "other.parquet").metadata.plan_hash
 
 
-@pytest.mark.usefixtures("small_journal")
-def test_a_plan_interrupted_twice_goes_on_twice(tmp_path: Path) -> None:
-    path = tmp_path / "plan.parquet"
-    for stop_after in (20, 28):
-        with pytest.raises(Interrupted):
-            make(path, stop_after=stop_after, resume=stop_after > 20)
-    assert make(path, resume=True).metadata.plan_hash == make(tmp_path / "other.parquet").metadata.plan_hash
-
-
-@pytest.mark.usefixtures("small_journal")
-def test_resuming_takes_kept_steps_from_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plan.parquet"
-    with pytest.raises(Interrupted):
-        make(path, stop_after=24)
+def test_resuming_takes_kept_steps_from_the_journal(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     all_steps = run.plan_steps
 
@@ -119,28 +114,17 @@ def test_resuming_takes_kept_steps_from_the_journal(tmp_path: Path, monkeypatch:
             yield step
 
     monkeypatch.setattr(run, "plan_steps", counting)
-    make(path, resume=True)
+    make(interrupted, resume=True)
     assert 0 < planned[0] <= 24
     assert planned == list(range(planned[0], 32))
 
 
-@pytest.mark.usefixtures("small_journal")
-def test_a_journal_of_other_inputs_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.parquet"
-    with pytest.raises(Interrupted):
-        make(path, stop_after=24)
+def test_a_journal_of_other_inputs_or_that_is_damaged_is_refused(interrupted: Path) -> None:
     with pytest.raises(FcpError, match="begun with another manifest, cost profile or options"):
-        make(path, seed=1, resume=True)
-
-
-@pytest.mark.usefixtures("small_journal")
-def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.parquet"
-    with pytest.raises(Interrupted):
-        make(path, stop_after=24)
-    (tmp_path / ".plan.parquet.journal" / "000000.steps").write_bytes(b"and then nothing")
+        make(interrupted, seed=1, resume=True)
+    (interrupted.parent / ".plan.parquet.journal" / "000000.steps").write_bytes(b"and then nothing")
     with pytest.raises(FcpError, match=r"000000\.steps is damaged: it does not hold one whole record; run without"):
-        make(path, resume=True)
+        make(interrupted, resume=True)
 
 
 def forge(folder: Path, change: Callable[[StepPlan], StepPlan]) -> None:
@@ -159,7 +143,6 @@ def without_first_pack(step: StepPlan) -> StepPlan:
     return replace(step, sequences=sequences)
 
 
-@pytest.mark.usefixtures("small_journal")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -170,15 +153,12 @@ def without_first_pack(step: StepPlan) -> StepPlan:
     ],
 )
 def test_a_kept_step_that_its_batch_cannot_have_is_refused_before_anything_is_written(
-    tmp_path: Path, change: Callable[[StepPlan], StepPlan], message: str
+    interrupted: Path, change: Callable[[StepPlan], StepPlan], message: str
 ) -> None:
-    path = tmp_path / "plan.parquet"
-    with pytest.raises(Interrupted):
-        make(path, stop_after=24)
-    forge(tmp_path / ".plan.parquet.journal", change)
+    forge(interrupted.parent / ".plan.parquet.journal", change)
     with pytest.raises(FcpError, match=rf"cannot resume: .*journal is damaged: {message}.*; run without --resume"):
-        make(path, resume=True)
-    assert [entry.name for entry in tmp_path.iterdir()] == [".plan.parquet.journal"]
+        make(interrupted, resume=True)
+    assert [entry.name for entry in interrupted.parent.iterdir()] == [".plan.parquet.journal"]
 
 
 def test_resuming_without_a_journal_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,21 +10,21 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset import run
-from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.dataset.run import PlanResult, make_plan
 from fcp_cli.planning.settings.settings import PlanInputs
 from tests.planning.examples import example_problem, long_tail
 
-SETTINGS = BatchSettings(global_batch_size=40, seed=3, epochs=2)
+
+def make(path: Path, **options: Any) -> PlanResult:
+    """A plan of 12 steps, as `static` makes it where nothing else is said."""
+    settings = BatchSettings(global_batch_size=40, seed=3, epochs=2)
+    inputs = PlanInputs(table=long_tail(), problem=example_problem(), settings=settings)
+    return make_plan(path, inputs, **{"solver_name": "static", **options})
 
 
 def test_summary_and_metadata_are_those_of_the_file(tmp_path: Path) -> None:
     seen: list[int] = []
-    result = make_plan(
-        tmp_path / "plan.parquet",
-        PlanInputs(table=long_tail(), problem=example_problem(), settings=SETTINGS),
-        solver_name="static",
-        on_step=lambda step: seen.append(step.step),
-    )
+    result = make(tmp_path / "plan.parquet", on_step=lambda step: seen.append(step.step))
     reader = PlanReader(tmp_path / "plan.parquet")
     steps = list(reader.steps())
     assert reader.metadata == result.metadata
@@ -36,12 +37,7 @@ def test_summary_and_metadata_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_the_solver_and_its_options_are_recorded(tmp_path: Path) -> None:
-    make_plan(
-        tmp_path / "plan.parquet",
-        PlanInputs(table=long_tail(), problem=example_problem(), settings=SETTINGS),
-        solver_name="static",
-    )
-    metadata = PlanReader(tmp_path / "plan.parquet").metadata
+    metadata = make(tmp_path / "plan.parquet").metadata
     assert metadata.solver == "static"
     assert metadata.solver_options["degree"] in (8, 16)
     assert metadata.manifest.content_hash == long_tail().content_hash()
@@ -56,20 +52,11 @@ def test_an_interruption_before_anything_was_kept_leaves_nothing(
         raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match=r"interrupted after step 1 of 12; no plan was written$"):
-        make_plan(
-            tmp_path / "plan.parquet",
-            PlanInputs(table=long_tail(), problem=example_problem(), settings=SETTINGS),
-            solver_name="static",
-            on_step=interrupt,
-        )
+        make(tmp_path / "plan.parquet", on_step=interrupt)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_solver_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--solver is 'magic'; it must be one of fcp"):
-        make_plan(
-            tmp_path / "plan.parquet",
-            PlanInputs(table=long_tail(), problem=example_problem(), settings=SETTINGS),
-            solver_name="magic",
-        )
+        make(tmp_path / "plan.parquet", solver_name="magic")
     assert list(tmp_path.iterdir()) == []

@@ -8,24 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.catalogue import choose_groups, tree_groups
 from fcp_cli.planning.fcp.limits import limit_price, make_solver
-from fcp_cli.planning.solvers import make_solver as make_named_solver
-from tests.planning.examples import example_problem
-
-
-def some_batches(sync: Sync, *, num_ranks: int = 16, ranks_per_node: int = 4) -> GlobalBatches:
-    """Four steps of short sequences and a long tail."""
-    drawn = 500 * (np.random.default_rng(5).pareto(1.0, 400) + 1)
-    return GlobalBatches(
-        LengthTable(name="lengths", length_tokens=drawn.clip(64, 4096 * num_ranks).astype(np.int64)),
-        example_problem(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node, tokens_per_rank=4096),
-        BatchSettings(global_batch_size=100),
-    )
+from tests.planning.examples import four_steps
 
 
 @pytest.mark.lengthy
@@ -34,7 +21,7 @@ def some_batches(sync: Sync, *, num_ranks: int = 16, ranks_per_node: int = 4) ->
 @settings(max_examples=8)
 @given(max_groups=st.integers(1, 20), num_ranks=st.integers(2, 20), ranks_per_node=st.integers(1, 8))
 def test_no_more_rank_sets_than_allowed(sync: Sync, max_groups: int, num_ranks: int, ranks_per_node: int) -> None:
-    batches = some_batches(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+    batches = four_steps(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     solver = make_solver(batches, max_groups=max_groups)
     groups = set()
     for batch in batches:
@@ -96,22 +83,17 @@ def test_chosen_sets_keep_to_nodes_and_to_the_limit_and_hold_all_ranks(
 
 @pytest.mark.lengthy
 def test_the_price_of_a_limit_grows_as_the_limit_falls() -> None:
-    batches = some_batches("iteration")
+    batches = four_steps("iteration", num_ranks=16)
     prices = [limit_price(make_solver(batches, max_groups=limit), batches) for limit in (1, 15)]
     assert prices[0] > prices[1]
 
 
 @pytest.mark.lengthy
 def test_under_waves_sixteen_rank_sets_do_nearly_as_well_as_any() -> None:
-    batches = some_batches("microbatch")
+    batches = four_steps("microbatch", num_ranks=16)
     assert limit_price(make_solver(batches, max_groups=16), batches) < 0.02
 
 
 def test_a_limit_of_no_groups_is_refused() -> None:
     with pytest.raises(UsageError, match="--max-groups is 0; at least one group"):
-        make_solver(some_batches("iteration"), max_groups=0)
-
-
-def test_a_published_solver_takes_no_limit() -> None:
-    with pytest.raises(UsageError, match="--max-groups works with --solver fcp only, not with static"):
-        make_named_solver("static", some_batches("iteration"), max_groups=4)
+        make_solver(four_steps("iteration", num_ranks=16), max_groups=0)

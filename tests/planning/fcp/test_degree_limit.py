@@ -10,28 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.dataset.run import plan_metadata
 from fcp_cli.planning.fcp.limits import limit_price, make_solver
 from tests.messages import raises
-from tests.planning.examples import example_problem
+from tests.planning.examples import four_steps
 
 BUDGET_TOKENS = 4096
-
-
-def some_batches(sync: Sync, *, num_ranks: int, seed: int, most_tokens: int = BUDGET_TOKENS) -> GlobalBatches:
-    drawn = 300 * (np.random.default_rng(seed).pareto(1.0, 400) + 1)
-    return GlobalBatches(
-        LengthTable(name="lengths", length_tokens=drawn.clip(1, most_tokens).astype(np.int64)),
-        example_problem(sync, num_ranks=num_ranks, ranks_per_node=4, tokens_per_rank=BUDGET_TOKENS),
-        BatchSettings(global_batch_size=100),
-    )
 
 
 @pytest.mark.boundscheck
@@ -39,7 +28,7 @@ def some_batches(sync: Sync, *, num_ranks: int, seed: int, most_tokens: int = BU
 @settings(max_examples=8)
 @given(num_ranks=st.integers(1, 40), seed=st.integers(0, 99))
 def test_no_group_has_two_ranks_and_ranks_are_balanced(sync: Sync, num_ranks: int, seed: int) -> None:
-    batches = some_batches(sync, num_ranks=num_ranks, seed=seed)
+    batches = four_steps(sync, num_ranks=num_ranks, seed=seed, most_tokens=BUDGET_TOKENS)
     solver = make_solver(batches, max_degree=1)
     assert solver.options == {"max_degree": 1}
     for batch in batches:
@@ -53,12 +42,12 @@ def test_no_group_has_two_ranks_and_ranks_are_balanced(sync: Sync, num_ranks: in
 
 
 def test_what_rings_would_save_is_the_limits_price() -> None:
-    batches = some_batches("iteration", num_ranks=8, seed=5)
+    batches = four_steps("iteration", num_ranks=8, seed=5, most_tokens=BUDGET_TOKENS)
     assert -0.02 < limit_price(make_solver(batches, max_degree=1), batches) < 0.3
 
 
 def test_a_sequence_that_needs_a_ring_is_refused_with_what_helps() -> None:
-    batches = some_batches("iteration", num_ranks=8, seed=5, most_tokens=9000)
+    batches = four_steps("iteration", num_ranks=8, seed=5, most_tokens=9000)
     with raises(
         "UsageError: --max-degree 1 forbids rings, but a sequence has 9000 tokens and a rank holds 4096; leave longer ones out with --max-length 4096 --overlong drop (truncate cuts them), hold them with --tokens-per-rank 9000, or leave --max-degree out",
     ):
@@ -66,7 +55,7 @@ def test_a_sequence_that_needs_a_ring_is_refused_with_what_helps() -> None:
 
 
 def test_a_ring_in_a_plan_that_states_none_is_found(tmp_path: Path) -> None:
-    batches = some_batches("iteration", num_ranks=8, seed=5, most_tokens=9000)
+    batches = four_steps("iteration", num_ranks=8, seed=5, most_tokens=9000)
     solver = make_solver(batches)
     metadata = replace(plan_metadata(batches.table, batches, solver), solver_options={"max_degree": 1})
     with plan_writer(tmp_path / "plan.parquet", metadata) as writer:

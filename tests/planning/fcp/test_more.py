@@ -15,7 +15,7 @@ from benchmarks.workloads import FAMILIES, HELD_OUT, example_profile, lengths
 from fcp_cli.arrays import IntArray
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import batch_of
 from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.problem import Problem
 from tests.planning.examples import table_of
@@ -41,8 +41,7 @@ def _more(problem: Problem) -> Mapping[str, Problem]:
 
 
 def _seconds(problem: Problem, drawn: IntArray) -> float:
-    settings = BatchSettings(global_batch_size=len(drawn), shuffle=False)
-    batch = GlobalBatches(table_of(drawn.tolist()), problem, settings).batch(0)
+    batch = batch_of(table_of(drawn.tolist()), problem)
     return makespan_seconds(solver_of(problem).assign(batch), batch, problem)
 
 

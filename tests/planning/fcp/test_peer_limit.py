@@ -4,36 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.memory.fitting import RING_PEERS
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.fcp.peer_limit import most_peers, needs_whole_nodes
 from fcp_cli.planning.settings.settings import PlanInputs
 from tests.messages import raises
 from tests.plan.counted_peers import count_peers, plan_peers
-from tests.planning.examples import example_problem
-
-
-def some_batches(sync: Sync, *, num_ranks: int, ranks_per_node: int, seed: int = 5) -> GlobalBatches:
-    """Four steps of short sequences and a long tail, up to what all ranks hold together."""
-    drawn = 500 * (np.random.default_rng(seed).pareto(1.0, 400) + 1)
-    return GlobalBatches(
-        LengthTable(name="lengths", length_tokens=drawn.clip(64, 4096 * num_ranks).astype(np.int64)),
-        example_problem(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node, tokens_per_rank=4096),
-        BatchSettings(global_batch_size=100),
-    )
+from tests.planning.examples import four_steps
 
 
 def planned(batches: GlobalBatches, max_peers: int | None) -> list[StepPlan]:
@@ -52,7 +40,7 @@ def planned(batches: GlobalBatches, max_peers: int | None) -> list[StepPlan]:
 def test_no_rank_has_more_peers_than_allowed(
     sync: Sync, max_peers: int, num_ranks: int, ranks_per_node: int, seed: int
 ) -> None:
-    batches = some_batches(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node, seed=seed)
+    batches = four_steps(sync, num_ranks=num_ranks, ranks_per_node=ranks_per_node, seed=seed)
     try:
         steps = planned(batches, max_peers)
     except UsageError as error:
@@ -84,7 +72,7 @@ def test_what_ten_nodes_need_is_what_more_need() -> None:
 
 
 def test_a_limit_that_no_plan_could_exceed_changes_nothing() -> None:
-    batches = some_batches("iteration", num_ranks=8, ranks_per_node=4)
+    batches = four_steps("iteration", num_ranks=8, ranks_per_node=4)
     for limited, free in zip(planned(batches, 7), planned(batches, None), strict=True):
         assert limited.ranks.tolist() == free.ranks.tolist()
         assert limited.makespan_seconds == free.makespan_seconds
@@ -92,7 +80,7 @@ def test_a_limit_that_no_plan_could_exceed_changes_nothing() -> None:
 
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 def test_groups_are_of_neighbouring_ranks_so_no_plan_needs_more_than_eight_peers(sync: Sync) -> None:
-    steps = planned(some_batches(sync, num_ranks=64, ranks_per_node=8), None)
+    steps = planned(four_steps(sync, num_ranks=64, ranks_per_node=8), None)
     for step in steps:
         firsts, lasts = step.ranks[step.rank_offsets[:-1]], step.ranks[step.rank_offsets[1:] - 1]
         assert (lasts - firsts + 1).tolist() == step.degrees.tolist()
@@ -107,13 +95,13 @@ def test_a_machine_whose_last_node_is_short_needs_more_peers() -> None:
 
 
 def test_two_limits_at_once_are_refused() -> None:
-    batches = some_batches("iteration", num_ranks=8, ranks_per_node=4)
+    batches = four_steps("iteration", num_ranks=8, ranks_per_node=4)
     with raises("UsageError: --max-groups and --max-peers both choose the ranks of rings; give one of them"):
         make_solver(batches, max_groups=4, max_peers=8)
 
 
 def test_a_plan_states_its_limit_and_a_check_proves_it(tmp_path: Path) -> None:
-    batches = some_batches("microbatch", num_ranks=24, ranks_per_node=4)
+    batches = four_steps("microbatch", num_ranks=24, ranks_per_node=4)
     inputs = PlanInputs(table=batches.table, problem=batches.problem, settings=batches.settings)
     plan = tmp_path / "plan.parquet"
     result = make_plan(plan, inputs, solver_name="fcp", max_peers=8)

@@ -12,32 +12,24 @@ from hypothesis import strategies as st
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.compiled.room_tree import first_with_room, make_tree, most_work, set_room, usable_seconds
 from fcp_cli.planning.fcp import rank_parts
-from fcp_cli.planning.fcp.limits import make_solver
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Batch, Problem
+from tests.planning.examples import first_step, one_batch
 
 _RANKS = 512
 
 
 def _batches(table: LengthTable, sync: Sync = "iteration", ranks: int = _RANKS) -> GlobalBatches:
     problem = Problem(num_ranks=ranks, ranks_per_node=8, tokens_per_rank=16_384, sync=sync, profile=example_profile())
-    whole = BatchSettings(global_batch_size=len(table), shuffle=False)
-    return GlobalBatches(table, problem, whole)
+    return one_batch(table, problem)
 
 
 def _parts(batch: Batch, batches: GlobalBatches) -> list[rank_parts.RankPart]:
     _order, sequences = by_falling_work(batch.work)
     return rank_parts.rank_parts(sequences, planner_inputs(batches.problem))
-
-
-def _planned(batches: GlobalBatches) -> StepPlan:
-    batch = batches.batch(0)
-    return assemble(make_solver(batches).assign(batch), batch, batches.problem)
 
 
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
@@ -46,11 +38,11 @@ def test_a_step_in_parts_is_sound_and_nearly_as_quick(family: str, sync: Sync, m
     drawn = family_table(family, sequences=4 * _RANKS, seed=0)
     table = replace(drawn, length_tokens=np.minimum(drawn.length_tokens, MAX_LENGTH))
     batches = _batches(table, sync)
-    whole = _planned(batches)
+    whole = first_step(batches)
     monkeypatch.setattr(rank_parts, "_PART_RANKS", 128)
     monkeypatch.setattr(rank_parts, "_UNLIKE", 0.1)
     assert len(_parts(batches.batch(0), batches)) == 4
-    in_parts = _planned(batches)  # assembling proves the layout
+    in_parts = first_step(batches)  # assembling proves the layout
     assert sorted(in_parts.sequences.tolist()) == list(range(4 * _RANKS))
     # Rings of 128 ranks at most, where the longest sequence of `wikipedia` alone would take more.
     assert in_parts.makespan_seconds <= 1.05 * whole.makespan_seconds

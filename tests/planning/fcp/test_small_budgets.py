@@ -10,7 +10,7 @@ from fcp_cli.planning.assemble import makespan_seconds, step_bound_seconds
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from tests.planning.examples import PROFILE, table_of
+from tests.planning.examples import PROFILE, one_batch
 
 # Of Qwen3-8B on H100s without recomputation: a rank holds 7,021 tokens, and attention is longer in a ring.
 _COEFFICIENTS = {
@@ -32,7 +32,7 @@ def _problem(num_ranks: int) -> Problem:
 
 def test_the_bound_counts_what_rings_add_to_sequences_that_no_rank_holds() -> None:
     problem = _problem(16)
-    batches = GlobalBatches(table_of([21_000] * 64), problem, BatchSettings(global_batch_size=64, shuffle=False))
+    batches = one_batch([21_000] * 64, problem)
     batch = batches.batch(0)
     in_rings_of_three = batch.work.total_seconds.sum() + 2 * 2.73e-6 * 21_000 * 64
     assert step_bound_seconds(batch, problem) >= in_rings_of_three / 16

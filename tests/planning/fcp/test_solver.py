@@ -14,7 +14,7 @@ from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.assemble import assemble, makespan_seconds
+from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.baselines.static import static_candidates
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.fcp.limits import make_solver
@@ -23,6 +23,7 @@ from fcp_cli.planning.fcp.solver import solver_of
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published import karmarkar_karp
+from tests.planning.examples import first_step
 
 _PROFILE = """\
 format: fcp-cost-profile/1
@@ -72,10 +73,7 @@ def one_batch(lengths: Sequence[int], problem: Problem, *, patches: Sequence[int
 
 
 def planned(lengths: Sequence[int], problem: Problem) -> StepPlan:
-    batches = one_batch(lengths, problem)
-    batch = batches.batch(0)
-    # assemble() checks coverage, budgets, ranks and waves.
-    return assemble(make_solver(batches).assign(batch), batch, problem)
+    return first_step(one_batch(lengths, problem))
 
 
 def drawn(sync: Sync, data: st.DataObject) -> GlobalBatches:
@@ -107,9 +105,7 @@ SYNCS = pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 @given(data=st.data())
 def test_any_batch_on_any_machine_gets_a_legal_plan_that_no_bound_exceeds(sync: Sync, data: st.DataObject) -> None:
     batches = drawn(sync, data)
-    batch = batches.batch(0)
-    # assemble() checks coverage, budgets, ranks and waves.
-    step = assemble(make_solver(batches).assign(batch), batch, batches.problem)
+    step = first_step(batches)
     assert step.makespan_seconds >= step.bound_seconds * (1 - 1e-9)
 
 

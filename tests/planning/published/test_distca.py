@@ -5,32 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.compare_families import profile_with_heads
 from fcp_cli.cost.profile import Heads
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.dataset.comparison import compare
-from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published.distca import make_solver, rebalanced
 from fcp_cli.planning.published.spread_attention import Tasks, laid_out
-from fcp_cli.planning.solvers import make_planning_solver
-from tests.planning.examples import example_problem, table_of
+from tests.planning.examples import one_batch, problem_with_heads
 
-PROFILE = profile_with_heads()
 HEADS = Heads(
     query_heads=4, key_value_heads=1, exchange_bytes_per_token=8.0, key_value_exchange_bytes_per_token=2.0
 )  # of tokens and heads that matter to no test beside the bytes moved
-
-
-def problem_of(num_ranks: int, tokens_per_rank: int = 8192) -> Problem:
-    return Problem(
-        num_ranks=num_ranks, ranks_per_node=8, tokens_per_rank=tokens_per_rank, sync="iteration", profile=PROFILE
-    )
-
-
-def batches_of(lengths: list[int], problem: Problem) -> GlobalBatches:
-    return GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
 
 
 def test_all_ranks_hold_equally_many_tokens_and_a_sequence_is_cut_where_one_is_full() -> None:
@@ -66,30 +51,10 @@ def test_a_rank_takes_the_task_that_moves_the_fewest_bytes_a_second() -> None:
     assert set(tasks.sequence[tasks.rank != tasks.home].tolist()) == {0}
 
 
-def test_one_rank_runs_what_it_holds_as_a_plan_would() -> None:
-    problem = problem_of(1)
-    batch = batches_of([4000, 100], problem).batch(0)
-    priced = make_solver(batches_of([4000, 100], problem)).price(batch)
-    assert priced.seconds == pytest.approx(0.1 + batch.work.total_seconds.sum())
-    assert priced.busy_rank_seconds == pytest.approx(priced.seconds)
-
-
-def test_messages_count_where_computation_is_too_short_to_hide_them() -> None:
-    lengths, problem = [60_000] + [500] * 8, problem_of(16)
-    slow = replace(
-        problem,
-        profile=replace(PROFILE, bandwidth=replace(PROFILE.bandwidth, inter_node=PROFILE.bandwidth.inter_node / 1000)),
-    )
-    seconds = [
-        make_solver(batches_of(lengths, p)).price(batches_of(lengths, p).batch(0)).seconds for p in (problem, slow)
-    ]
-    assert seconds[1] > 2 * seconds[0]
-
-
 def test_a_comparison_shows_it_with_the_bound_of_its_own_execution() -> None:
-    problem = problem_of(16)
+    problem = problem_with_heads(16)
     lengths = np.random.default_rng(1).integers(100, 20_000, 64).tolist()
-    batches = batches_of(lengths, problem)
+    batches = one_batch(lengths, problem)
     (found,) = compare(batches.table, problem, batches.settings, names=["distca"], milp_seconds=1.0)
     for outcome in found.outcomes.values():
         assert 0.0 < outcome.gap < 0.2
@@ -98,29 +63,17 @@ def test_a_comparison_shows_it_with_the_bound_of_its_own_execution() -> None:
 
 
 def test_a_step_of_more_tokens_than_the_ranks_hold_takes_several_passes() -> None:
-    problem = problem_of(2, tokens_per_rank=1000)
-    batches = batches_of([900] * 4, problem)
+    problem = problem_with_heads(2, tokens_per_rank=1000)
+    batches = one_batch([900] * 4, problem)
     batch = batches.batch(0)
     assert make_solver(batches).price(batch).seconds == pytest.approx(2 * 0.1 + batch.work.total_seconds.sum() / 2)
 
 
-def test_it_makes_no_plan() -> None:
-    problem = problem_of(2)
-    with pytest.raises(
-        UsageError, match="--solver distca is a baseline without a plan; 'fcp compare --solvers fcp,distca'"
-    ):
-        make_planning_solver("distca", batches_of([10], problem))
-
-
-def test_a_profile_without_the_price_of_heads_is_one_line() -> None:
-    problem = example_problem()
-    with pytest.raises(UsageError, match="distca needs a cost profile with the block heads"):
-        make_solver(batches_of([10], problem))
-
-
 def test_pipelines_are_one_line() -> None:
     staged = replace(
-        problem_of(2), pipeline_parallel=2, pipeline=Pipeline(forward_share=0.3, send_seconds=0.0, head_share=0.0)
+        problem_with_heads(2),
+        pipeline_parallel=2,
+        pipeline=Pipeline(forward_share=0.3, send_seconds=0.0, head_share=0.0),
     )
     with pytest.raises(UsageError, match="distca is priced for ranks of one speed without pipeline stages"):
-        make_solver(batches_of([10], staged))
+        make_solver(one_batch([10], staged))

@@ -6,44 +6,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.planning.assemble import assemble, makespan_seconds
+from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.published.fcp_paper import cut_waves, make_solver
-from tests.planning.examples import example_problem, long_tail, table_of
+from tests.planning.examples import example_problem, first_step, long_tail, one_batch
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
-
-
-@settings(max_examples=60)
-@given(
-    lengths=st.lists(st.one_of(st.integers(1, 4000), st.integers(1, 6 * 1000)), min_size=1, max_size=50),
-    sync=st.sampled_from(SYNCS),
-    ranks_per_node=st.sampled_from([1, 4, 6]),
-)
-def test_any_batch_is_planned(lengths: list[int], sync: Sync, ranks_per_node: int) -> None:
-    problem = example_problem(sync, num_ranks=6, ranks_per_node=ranks_per_node, tokens_per_rank=1000)
-    batches = GlobalBatches(
-        table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), overlong="truncate")
-    )
-    batch = batches.batch(0)
-    step = assemble(make_solver(batches).assign(batch), batch, problem)
-    assert step.makespan_seconds >= step.bound_seconds * (1 - 1e-9)
 
 
 def test_sequences_that_fit_no_wave_together_get_waves_of_their_own() -> None:
     problem = example_problem("microbatch", num_ranks=4, ranks_per_node=4, tokens_per_rank=1000)
     # Each needs 3 of the 4 ranks: by tokens two waves would do, by ranks it takes three.
-    batches = GlobalBatches(table_of([2100, 2100, 2100]), problem, BatchSettings(global_batch_size=3))
-    batch = batches.batch(0)
-    step = assemble(make_solver(batches).assign(batch), batch, problem)
+    step = first_step(one_batch([2100, 2100, 2100], problem), make_solver)
     assert step.wave.max() == 2
 
 
 def test_the_long_sequence_of_a_wave_gets_the_ranks_that_short_ones_can_spare() -> None:
     problem = example_problem("microbatch", num_ranks=8, ranks_per_node=8)
-    batches = GlobalBatches(table_of([60_000, 2_000, 2_000]), problem, BatchSettings(global_batch_size=3))
-    batch = batches.batch(0)
-    step = assemble(make_solver(batches).assign(batch), batch, problem)
+    step = first_step(one_batch([60_000, 2_000, 2_000], problem), make_solver)
     degrees = {max(row.lengths): row.degree for row in step.microbatches() if not row.is_idle}
     assert degrees[60_000] >= 6
 
@@ -58,14 +38,6 @@ def test_one_setting_alone_is_never_quicker_than_the_best_of_all(cut: str) -> No
     assert alone.wave.max() + 1 >= fewest
     best = make_solver(batches).assign(batch)
     assert makespan_seconds(alone, batch, problem) >= makespan_seconds(best, batch, problem)
-
-
-@pytest.mark.parametrize("sync", SYNCS)
-def test_the_same_batch_gives_the_same_answer(sync: Sync) -> None:
-    batches = GlobalBatches(long_tail(), example_problem(sync), BatchSettings(global_batch_size=100))
-    one, two = (make_solver(batches).assign(batches.batch(0)) for _ in range(2))
-    for name in ("wave", "rank_offsets", "ranks", "member_offsets", "members"):
-        assert np.array_equal(getattr(one, name), getattr(two, name))
 
 
 @settings(max_examples=60)

@@ -8,19 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.published.flexsp import chunk_by_tokens, greedy_packs, make_solver, pack_seconds
 from fcp_cli.planning.published.flexsp_milp import Packs, bucket, solve
-from tests.planning.examples import example_problem, table_of
-
-
-def batches_of(lengths: list[int], problem: Problem) -> GlobalBatches:
-    return GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
+from tests.planning.examples import example_problem, one_batch
 
 
 def batch_of(lengths: list[int], problem: Problem) -> Batch:
-    return batches_of(lengths, problem).batch(0)
+    return one_batch(lengths, problem).batch(0)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 4))
@@ -84,7 +79,7 @@ def test_greedy_packs_that_need_too_many_ranks_are_none() -> None:
 def test_more_microbatches_are_tried_until_one_number_fits(sync: str) -> None:
     problem = example_problem(sync, num_ranks=4, ranks_per_node=4, tokens_per_rank=1000)  # type: ignore[arg-type]
     # 3,200 tokens would fit, and no run may be shorter than the longest sequence, but powers of two need 4 and 2 ranks.
-    batches = batches_of([2100, 1100], problem)
+    batches = one_batch([2100, 1100], problem)
     batch = batches.batch(0)
     assignment = make_solver(batches, milp_seconds=0.1, trials=1).assign(batch)
     assert sorted(np.diff(assignment.rank_offsets).tolist()) == [4, 4]
@@ -92,4 +87,4 @@ def test_more_microbatches_are_tried_until_one_number_fits(sync: str) -> None:
 
 
 def test_options_show_the_time_limit() -> None:
-    assert make_solver(batches_of([1], example_problem()), milp_seconds=2.5).options["milp_seconds"] == 2.5
+    assert make_solver(one_batch([1], example_problem()), milp_seconds=2.5).options["milp_seconds"] == 2.5

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.published.hydraulis import make_solver, proposals, spread
-from tests.planning.examples import example_problem, long_tail
+from fcp_cli.planning.published.hydraulis import proposals, spread
+from tests.planning.examples import example_problem
 
 
 def test_a_long_sequence_goes_to_the_only_group_that_holds_it_and_the_rest_evens_out() -> None:
@@ -27,16 +25,6 @@ def test_proposals_give_the_longest_wide_groups_and_hand_out_no_more_ranks_than_
     found = proposals(tokens, seconds, problem, 390)
     assert all(sum(degrees) <= 8 and list(degrees) == sorted(degrees, reverse=True) for degrees in found)
     assert (4, 1, 1, 1, 1) in found
-
-
-@pytest.mark.parametrize("sync", ["microbatch", "iteration"])
-def test_plans_hold_every_sequence_within_the_budget(sync: Any) -> None:
-    problem = example_problem(sync)
-    batches = GlobalBatches(long_tail(), problem, BatchSettings(global_batch_size=203, shuffle=False))
-    batch = batches.batch(0)
-    step = assemble(make_solver(batches).assign(batch), batch, problem)
-    assert sorted(step.sequences.tolist()) == list(range(203))
-    assert (step.tokens <= step.degrees * problem.tokens_per_rank).all()
 
 
 @pytest.fixture(scope="module")

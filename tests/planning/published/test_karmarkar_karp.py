@@ -10,7 +10,7 @@ from fcp_cli.planning.baselines.static import holding_degrees
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.dataset.run import plan_step
 from fcp_cli.planning.published.karmarkar_karp import Balance, make_solver, solver_of
-from tests.planning.examples import example_problem, long_tail, table_of
+from tests.planning.examples import example_problem, first_step, long_tail, one_batch
 
 
 def batches_of_long_tail() -> GlobalBatches:
@@ -19,13 +19,13 @@ def batches_of_long_tail() -> GlobalBatches:
 
 def test_degrees_are_divisors_that_hold_the_longest_sequence() -> None:
     problem = example_problem(num_ranks=12, ranks_per_node=4, tokens_per_rank=1000)
-    batches = GlobalBatches(table_of([3500]), problem, BatchSettings(global_batch_size=1))
+    batches = one_batch([3500], problem)
     assert holding_degrees(batches) == [4, 6, 12]
 
 
 def test_the_setting_is_the_quickest_over_the_plan() -> None:
     batches = batches_of_long_tail()
-    chosen = plan_step(batches.batch(0), batches.problem, make_solver(batches)).makespan_seconds
+    chosen = first_step(batches, make_solver).makespan_seconds
     for setting in product(holding_degrees(batches), get_args(Balance)):
         other = plan_step(batches.batch(0), batches.problem, solver_of(batches.problem, *setting))
         assert chosen <= other.makespan_seconds
@@ -47,9 +47,7 @@ def test_packs_are_spread_in_equal_numbers() -> None:
 
 def test_the_fullest_packs_are_split_until_every_rank_gets_equally_many() -> None:
     problem = example_problem(num_ranks=2, ranks_per_node=2, tokens_per_rank=1000)
-    batches = GlobalBatches(
-        table_of([300, 600, 500, 200, 400]), problem, BatchSettings(global_batch_size=5, shuffle=False)
-    )
+    batches = one_batch([300, 600, 500, 200, 400], problem)
     solver = solver_of(problem, 1, "split")
     step = plan_step(batches.batch(0), problem, solver)
     # First-fit fills 300 + 600, 500 + 200, 400; the first of them is split, and two go to either rank.

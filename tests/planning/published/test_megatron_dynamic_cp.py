@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.dataset.run import plan_step
 from fcp_cli.planning.published.megatron_dynamic_cp import make_solver
 from fcp_cli.planning.published.megatron_rounds import balanced_rounds, degree_needed
-from tests.planning.examples import example_problem, table_of
+from tests.planning.examples import example_problem, first_step, one_batch
 
 
 @pytest.mark.parametrize(("length", "degree"), [(1, 1), (1000, 1), (1001, 2), (2001, 4), (4000, 4), (4001, 8)])
@@ -29,8 +27,7 @@ def test_ranks_that_no_doubling_can_fill_stay_empty() -> None:
 
 def test_short_sequences_of_a_group_are_packed_where_that_is_quicker() -> None:
     problem = example_problem(num_ranks=1, ranks_per_node=1, tokens_per_rank=1000)
-    batches = GlobalBatches(table_of([400, 300, 200]), problem, BatchSettings(global_batch_size=3, shuffle=False))
-    step = plan_step(batches.batch(0), problem, make_solver(batches))
+    step = first_step(one_batch([400, 300, 200], problem), make_solver)
     assert step.lengths.tolist() == [400, 300, 200] and len(step) == 1
 
 

@@ -12,22 +12,24 @@ from hypothesis import strategies as st
 from fcp_cli.errors import PlanError
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.dataset.run import plan_step
-from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.published import (
     bytescale,
+    fcp_paper,
     flexsp,
+    hydraulis,
     karmarkar_karp,
     megatron_dynamic_cp,
     megatron_packing,
     row_packing,
 )
 from fcp_cli.planning.solvers import SolverFactory
-from tests.planning.examples import example_problem, long_tail, table_of
+from tests.planning.examples import example_problem, first_step, long_tail, one_batch
 
 FACTORIES: dict[str, SolverFactory] = {
     "bytescale": bytescale.make_solver,
+    "fcp-paper": fcp_paper.make_solver,
     "flexsp": partial(flexsp.make_solver, milp_seconds=0.05, trials=1),
+    "hydraulis": hydraulis.make_solver,
     "karmarkar-karp": karmarkar_karp.make_solver,
     "megatron-dynamic-cp": megatron_dynamic_cp.make_solver,
     "megatron-packing": megatron_packing.make_solver,
@@ -35,10 +37,6 @@ FACTORIES: dict[str, SolverFactory] = {
     "packing": row_packing.make_solver,
 }
 NAMES = list(FACTORIES)
-
-
-def one_batch(lengths: list[int], problem: Problem) -> GlobalBatches:
-    return GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
 
 
 @pytest.mark.lengthy
@@ -49,7 +47,7 @@ def one_batch(lengths: list[int], problem: Problem) -> GlobalBatches:
 def test_a_step_is_whole_within_budget_and_not_below_the_bound(name: str, sync: Sync, lengths: list[int]) -> None:
     batches = one_batch(lengths, example_problem(sync, num_ranks=8, ranks_per_node=4, tokens_per_rank=1000))
     # Assembling checks coverage, budget, ranks and waves.
-    step = plan_step(batches.batch(0), batches.problem, FACTORIES[name](batches))
+    step = first_step(batches, FACTORIES[name])
     assert step.makespan_seconds >= step.bound_seconds * (1 - 1e-9)
 
 
@@ -70,6 +68,7 @@ def test_powers_of_two_cannot_hold_what_six_ranks_can(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bytescale", "karmarkar-karp", "megatron-any-degree"])
 def test_any_degree_holds_what_six_ranks_can(name: str) -> None:
-    batches = one_batch([5500, 10], example_problem(num_ranks=6, ranks_per_node=6, tokens_per_rank=1000))
-    step = plan_step(batches.batch(0), batches.problem, FACTORIES[name](batches))
+    step = first_step(
+        one_batch([5500, 10], example_problem(num_ranks=6, ranks_per_node=6, tokens_per_rank=1000)), FACTORIES[name]
+    )
     assert max(step.degrees) == 6

@@ -17,14 +17,14 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.plan.pricing.packs import PlacedPacks, microbatch_prices, quickest_heads
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import BatchSettings
 from fcp_cli.planning.dataset.comparison import compare
 from fcp_cli.planning.dataset.run import make_plan
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver, works_under
 from fcp_cli.recipe import SplitAttention
-from tests.planning.examples import example_problem, table_of
+from tests.planning.examples import example_problem, one_batch, table_of
 
 HEADS = Heads(
     query_heads=8, key_value_heads=2, exchange_bytes_per_token=600_000, key_value_exchange_bytes_per_token=150_000
@@ -41,8 +41,7 @@ def problem_with(attention: SplitAttention | None, heads: Heads | None = HEADS) 
 
 
 def planned(name: str, problem: Problem, lengths: list[int] = LENGTHS) -> StepPlan:
-    settings = BatchSettings(global_batch_size=len(lengths), shuffle=False)
-    batches = GlobalBatches(table_of(lengths), problem, settings)
+    batches = one_batch(lengths, problem)
     batch = batches.batch(0)
     return assemble(make_solver(name, batches).assign(batch), batch, problem)
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batching.batches import batch_of
 from fcp_cli.planning.published.wlb_llm import balanced_packs, make_solver, solver_of
-from tests.planning.examples import example_problem, long_tail, table_of
+from tests.planning.examples import example_problem, long_tail, one_batch, table_of
 
 
 def _packed(tokens: list[int], *, number: int, limit: int) -> tuple[list[list[int]], list[int]]:
@@ -32,8 +32,7 @@ def test_a_full_pack_sends_it_to_the_fewest_tokens_and_what_fits_nowhere_is_left
 
 def test_groups_run_one_microbatch_more_where_a_sequence_finds_no_room() -> None:
     problem = example_problem("microbatch", num_ranks=2, tokens_per_rank=10)
-    table = table_of([6, 6, 6, 2])  # 20 tokens, which two packs of 10 cannot take
-    batch = GlobalBatches(table, problem, BatchSettings(global_batch_size=4, shuffle=False)).batch(0)
+    batch = batch_of(table_of([6, 6, 6, 2]), problem)  # 20 tokens, which two packs of 10 cannot take
     step = assemble(solver_of(problem, degree=1).assign(batch), batch, problem)
     assert step.tokens.max() <= 10
     assert sorted(step.sequences.tolist()) == [0, 1, 2, 3]
@@ -42,7 +41,7 @@ def test_groups_run_one_microbatch_more_where_a_sequence_finds_no_room() -> None
 @pytest.mark.parametrize("sync", ["microbatch", "iteration"])
 def test_the_degree_is_the_quickest_of_those_that_hold_the_longest(sync: Any) -> None:
     problem = example_problem(sync)
-    batches = GlobalBatches(long_tail(), problem, BatchSettings(global_batch_size=203, shuffle=False))
+    batches = one_batch(long_tail(), problem)
     chosen, batch = make_solver(batches), batches.batch(0)
     assert chosen.seconds(batch) == min(solver_of(problem, degree).seconds(batch) for degree in (8, 16))
 

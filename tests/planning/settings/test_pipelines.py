@@ -31,7 +31,7 @@ from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver
 from fcp_cli.recipe import RecipeRequest
 from tests.plan.plans import rewritten
-from tests.planning.examples import example_problem, long_tail, table_of
+from tests.planning.examples import example_problem, first_step, long_tail, one_batch, table_of
 
 PIPELINE = Pipeline(forward_share=1 / 3, head_share=0.08, send_seconds_per_token=1e-6)
 STAGED = replace(PIPELINE, recompute_seconds_per_token=(8e-5, 4e-5, 1e-5, 0.0))
@@ -54,8 +54,7 @@ def planned(path: Path, problem: Problem, solver: str = "fcp") -> Path:
 
 
 def alone(lengths: list[int], problem: Problem) -> Batch:
-    batches = GlobalBatches(table_of(lengths), problem, BatchSettings(global_batch_size=len(lengths), shuffle=False))
-    return batches.batch(0)
+    return one_batch(lengths, problem).batch(0)
 
 
 def assignment(groups: list[list[int]], members: list[list[int]]) -> Assignment:
@@ -226,10 +225,7 @@ def test_the_bound_holds_for_every_order_and_group_of_a_small_step() -> None:
                 if virtual_stages == 2:
                     found = replace(found, wave=np.arange(3, dtype=np.int32))
                 best = min(best, makespan_seconds(found, batch, problem))
-        solver = make_solver(
-            "fcp", GlobalBatches(table_of([6000, 3000, 500]), problem, BatchSettings(global_batch_size=3))
-        )
-        step = assemble(solver.assign(batch), batch, problem)
+        step = first_step(one_batch([6000, 3000, 500], problem))
         assert step.bound_seconds <= best
         assert step.makespan_seconds <= 1.1 * best
 
@@ -256,9 +252,7 @@ def test_the_bound_knows_what_runs_before_and_behind_the_longest_sequence() -> N
     long, short = [16_384], [2048] * 12
     alone_seconds = lower_bound_seconds(alone(long, problem).work, problem)
     together = lower_bound_seconds(alone(long + short, problem).work, problem)
-    batch = alone(long + short, problem)
-    everything = GlobalBatches(table_of(long + short), problem, BatchSettings(global_batch_size=13, shuffle=False))
-    step = assemble(make_solver("fcp", everything).assign(batch), batch, problem)
+    step = first_step(one_batch(long + short, problem))
     assert 1.02 * alone_seconds < together <= step.makespan_seconds < 1.1 * together
 
 

@@ -15,12 +15,13 @@ from inline_snapshot import snapshot
 
 from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
-from fcp_cli.errors import OverlongError, UsageError
+from fcp_cli.errors import OverlongError
 from fcp_cli.machine.accelerators import Accelerators
 from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.models.model import load_model
 from fcp_cli.models.shipped import DEFAULT_MODEL
 from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings import problem_settings
 from fcp_cli.planning.settings.options import PlanRequest
 from fcp_cli.planning.settings.pipelines import pipeline_of
@@ -50,6 +51,13 @@ QWEN3 = {
     "head_dim": 16,
     "vocab_size": 512,
 }
+
+
+ROOM_FOR_2000 = "memory: {bytes_per_token: 1000, model_state_bytes: 500000, capacity_bytes: 2500000}\n"
+
+
+def problem_for(assumptions: Assumptions | None = None, **asked: Any) -> Problem:
+    return resolve(PlanRequest(manifest=DATASET, **asked), assumptions or Assumptions()).problem
 
 
 def test_without_a_profile_one_is_computed_for_the_example_cluster_where_there_is_no_accelerator() -> None:
@@ -84,7 +92,7 @@ def test_accelerators_of_this_machine_are_planned_for(monkeypatch: pytest.Monkey
     found = Accelerators(kind="cuda", name="NVIDIA H100 80GB HBM3", count=8, memory_bytes=85 * 10**9)
     monkeypatch.setattr(problem_settings, "find_accelerators", lambda: found)
     assumptions = Assumptions()
-    problem = resolve(PlanRequest(manifest=DATASET), assumptions).problem
+    problem = problem_for(assumptions)
     assert (problem.num_ranks, problem.ranks_per_node, problem.profile.cluster) == (8, 8, "h100-8x8")
     assert problem.profile.memory.capacity_bytes == pytest.approx(0.92 * 85e9)
     assert assumptions.assumed["--cluster"] == snapshot(
@@ -95,8 +103,7 @@ def test_accelerators_of_this_machine_are_planned_for(monkeypatch: pytest.Monkey
 
 def test_what_was_asked_for_of_the_recipe_is_kept() -> None:
     asked = RecipeRequest(zero="3", recompute="full")
-    request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h200", recipe=asked, ranks=8)
-    problem = resolve(request, Assumptions()).problem
+    problem = problem_for(model="qwen3-8b", cluster="h200", recipe=asked, ranks=8)
     assert (problem.recipe, problem.sync) == (Recipe(zero_stage=3, recompute="full"), "microbatch")
 
 
@@ -114,20 +121,8 @@ def test_what_offloading_costs_is_said() -> None:
     assert "offloading" not in assumptions.assumed
 
 
-def test_a_model_without_room_is_refused_with_what_would_fit() -> None:
-    no_sharding = PlanRequest(
-        manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=8, recipe=RecipeRequest(zero="0")
-    )
-    with pytest.raises(UsageError, match=r"under ZeRO-0, .*; --zero 3 .* leave room for [\d,]+ tokens$"):
-        resolve(no_sharding, Assumptions())
-    with pytest.raises(UsageError, match="plan for more --ranks, a smaller --model, or cut it with --tensor-parallel"):
-        resolve(PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=1), Assumptions())
-    cut = PlanRequest(manifest=DATASET, model="llama3-70b", cluster="h100", tensor_parallel=2)
-    with pytest.raises(
-        UsageError, match=r"under ZeRO-1, .*; --zero 3 .* leave room for [\d,]+ tokens under Megatron-FSDP$"
-    ):
-        resolve(cut, Assumptions())
-    assumptions = Assumptions()  # but a budget that was given is planned with
+def test_a_budget_that_was_given_is_planned_with_even_without_room_for_it() -> None:
+    assumptions = Assumptions()
     request = PlanRequest(manifest=DATASET, model="qwen3-8b", cluster="h100", ranks=1, tokens_per_rank=2048)
     assert resolve(request, assumptions).problem.tokens_per_rank == 2048
     assert assumptions.warnings[0].startswith("--tokens-per-rank is 2,048, but a rank holds 0: the model takes ")
@@ -144,7 +139,7 @@ def profile_of(folder: Path, **changed: object) -> CostProfile:
 def test_a_profile_of_64_ranks_is_budgeted_anew_for_8(folder: Path) -> None:
     made_for_64 = profile_of(folder)
     assumptions = Assumptions()
-    problem = resolve(PlanRequest(manifest=DATASET, ranks=8), assumptions).problem
+    problem = problem_for(assumptions, ranks=8)
     assert problem.recipe is not None and problem.recipe.recompute == "full"
     place = JobRanks(num_ranks=8, ranks_per_node=8, capacity_bytes=made_for_64.memory.capacity_bytes)
     fit = place.fit(load_model("qwen3-8b"), problem.recipe, problem.sync)
@@ -157,7 +152,7 @@ def test_the_budget_counts_copies_of_keys_that_ranks_may_hold(folder: Path) -> N
     """64 ranks split 32 heads, 8 of keys and values, into copies; the 8 of a node do not, but have more peers."""
 
     def tokens(attention: Any) -> int:
-        return resolve(PlanRequest(manifest=DATASET, attention=attention), Assumptions()).problem.tokens_per_rank
+        return problem_for(attention=attention).tokens_per_rank
 
     computed = profile_of(folder)
     computed_tokens = [tokens("ring"), tokens("2d"), tokens("auto"), tokens("ulysses")]
@@ -181,7 +176,7 @@ def test_bytes_of_a_token_that_were_measured_stay(folder: Path) -> None:
         measurement={"memory_readings": readings},
     )
     assumptions = Assumptions()
-    problem = resolve(PlanRequest(manifest=DATASET), assumptions).problem
+    problem = problem_for(assumptions)
     assert problem.recipe is not None
     place = JobRanks(num_ranks=64, ranks_per_node=8, capacity_bytes=computed.memory.capacity_bytes)
     state = place.memory(load_model("qwen3-8b"), problem.recipe, problem.sync).binding(place.capacity_bytes).fixed_bytes
@@ -192,36 +187,28 @@ def test_bytes_of_a_token_that_were_measured_stay(folder: Path) -> None:
 def test_times_of_another_recipe_are_refused(folder: Path) -> None:
     profile_of(folder)
     with raises(
-        snapshot(
-            "UsageError: the cost profile of qwen3-8b on h100-8x8 has times of ZeRO-3, bf16, full recomputation, chunked loss; make another with: fcp profile --analytic --cluster h100-8x8 --model qwen3-8b --recompute none -o profile.yaml"
-        )
+        "UsageError: the cost profile of qwen3-8b on h100-8x8 has times of ZeRO-3, bf16, full recomputation, chunked loss; make another with: fcp profile --analytic --cluster h100-8x8 --model qwen3-8b --recompute none -o profile.yaml"
     ):
-        resolve(PlanRequest(manifest=DATASET, recipe=RecipeRequest(recompute="none")), Assumptions())
+        problem_for(recipe=RecipeRequest(recompute="none"))
 
 
 def test_a_profile_that_knows_no_recipe_gives_plans_without_one(folder: Path) -> None:
     (folder / "profile.yaml").write_text(PROFILE)
-    problem = resolve(PlanRequest(manifest=DATASET), Assumptions()).problem
+    problem = problem_for()
     assert (problem.recipe, problem.sync) == (None, "iteration")
 
 
 def test_another_model_than_the_profile_is_of_has_its_own_computed(folder: Path) -> None:
     (folder / "profile.yaml").write_text(PROFILE)
     assumptions = Assumptions()
-    assert resolve(PlanRequest(manifest=DATASET, model="llama3-8b"), assumptions).problem.profile.model == "llama3-8b"
-    assert resolve(PlanRequest(manifest=DATASET, model="qwen3-8b"), Assumptions()).problem.recipe is None
-    with raises(
-        snapshot(
-            "UsageError: profile.yaml is of qwen3-8b on example-8x8; drop --model, --cluster and --attention-kernel to use it, or --profile to have one computed"
-        )
-    ):
-        resolve(PlanRequest(manifest=DATASET, model="llama3-8b", profile=Path("profile.yaml")), Assumptions())
+    assert problem_for(assumptions, model="llama3-8b").profile.model == "llama3-8b"
+    assert problem_for(model="qwen3-8b").recipe is None
 
 
 def test_the_profile_of_the_folder_comes_before_the_shipped_one(folder: Path) -> None:
     (folder / "profile.yaml").write_text(PROFILE.replace("qwen3-8b", "mine"))
     assumptions = Assumptions()
-    assert resolve(PlanRequest(manifest=DATASET), assumptions).problem.profile.model == "mine"
+    assert problem_for(assumptions).profile.model == "mine"
     assert assumptions.assumed["--profile"].startswith("profile.yaml (found here")
 
 
@@ -245,22 +232,18 @@ def test_what_is_said_is_not_assumed(folder: Path) -> None:
 
 
 def test_a_node_has_no_more_ranks_than_the_job() -> None:
-    assert resolve(PlanRequest(manifest=DATASET, ranks=4), Assumptions()).problem.ranks_per_node == 4
+    assert problem_for(ranks=4).ranks_per_node == 4
 
 
 def test_memory_figures_give_the_token_budget(folder: Path) -> None:
-    (folder / "profile.yaml").write_text(
-        PROFILE + "memory: {bytes_per_token: 1000, model_state_bytes: 500000, capacity_bytes: 2500000}\n"
-    )
+    (folder / "profile.yaml").write_text(PROFILE + ROOM_FOR_2000)
     assumptions = Assumptions()
-    assert resolve(PlanRequest(manifest=DATASET), assumptions).problem.tokens_per_rank == 2000
+    assert problem_for(assumptions).tokens_per_rank == 2000
     assert "the profile's memory" in assumptions.assumed["--tokens-per-rank"]
 
 
 def test_a_budget_over_the_profiles_memory_is_said(folder: Path) -> None:
-    (folder / "profile.yaml").write_text(
-        PROFILE + "memory: {bytes_per_token: 1000, model_state_bytes: 500000, capacity_bytes: 2500000}\n"
-    )
+    (folder / "profile.yaml").write_text(PROFILE + ROOM_FOR_2000)
     assumptions = Assumptions()
     inputs = resolve(PlanRequest(manifest=DATASET, tokens_per_rank=2001), assumptions)
     assert inputs.problem.tokens_per_rank == 2001
@@ -275,40 +258,71 @@ def test_a_budget_over_the_profiles_memory_is_said(folder: Path) -> None:
 
 def test_without_memory_figures_the_budget_is_assumed(folder: Path) -> None:
     (folder / "profile.yaml").write_text(PROFILE)
-    assert resolve(PlanRequest(manifest=DATASET), Assumptions()).problem.tokens_per_rank == 16384
+    assert problem_for().tokens_per_rank == 16384
 
 
-def test_memory_without_room_is_refused(folder: Path) -> None:
-    (folder / "profile.yaml").write_text(
-        PROFILE + "memory: {bytes_per_token: 1000, model_state_bytes: 9000, capacity_bytes: 9000}\n"
-    )
-    with raises(snapshot("UsageError: the profile's memory leaves no room for tokens; give --tokens-per-rank")):
-        resolve(PlanRequest(manifest=DATASET), Assumptions())
-
-
-def test_an_unknown_cluster_needs_the_number_of_ranks(folder: Path) -> None:
-    (folder / "profile.yaml").write_text(PROFILE.replace("example-8x8", "elsewhere"))
-    with raises(snapshot("UsageError: the profile's cluster 'elsewhere' is not known here; give --ranks")):
-        resolve(PlanRequest(manifest=DATASET), Assumptions())
-
-
-@pytest.mark.parametrize("headroom", [-0.1, 1.0])
-def test_headroom_is_a_fraction(headroom: float) -> None:
-    with pytest.raises(UsageError, match=r"--headroom is .* it must be a fraction"):
-        resolve(PlanRequest(manifest=DATASET, headroom=headroom), Assumptions())
-
-
-def of_devices(folder: Path, tensor_parallel: int, pipeline_parallel: int) -> Path:
-    path = folder / "cut.yaml"
+def of_devices(tensor_parallel: int, pipeline_parallel: int) -> str:
     cut = f"tensor_parallel: {tensor_parallel}, pipeline_parallel: {pipeline_parallel}"
-    path.write_text(f"{PROFILE}\nmeasurement: {{{cut}}}\n")
-    return path
+    return f"{PROFILE}\nmeasurement: {{{cut}}}\n"
+
+
+# The text of the profile in the folder, if there is one, and what is asked for.
+REFUSALS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "a model without room under ZeRO-0": (
+        None,
+        {"model": "qwen3-8b", "cluster": "h100", "ranks": 8, "recipe": RecipeRequest(zero="0")},
+    ),
+    "a model without room on one rank": (None, {"model": "qwen3-8b", "cluster": "h100", "ranks": 1}),
+    "a model without room in tensors cut in two": (
+        None,
+        {"model": "llama3-70b", "cluster": "h100", "tensor_parallel": 2},
+    ),
+    "a profile's memory without room": (PROFILE + ROOM_FOR_2000.replace("500000,", "2500000,"), {}),
+    "a cluster that nobody knows": (PROFILE.replace("example-8x8", "elsewhere"), {}),
+    "less than no headroom": (PROFILE, {"headroom": -0.1}),
+    "nothing but headroom": (PROFILE, {"headroom": 1.0}),
+    "another model than the profile's": (PROFILE, {"model": "llama3-8b", "profile": Path("profile.yaml")}),
+    "fewer tokens than a sequence is padded to": (
+        PROFILE,
+        {"padded_rings": True, "tensor_parallel": 2, "tokens_per_rank": 3},
+    ),
+    "a profile of other devices": (of_devices(2, 1), {"tensor_parallel": 4}),
+    "virtual stages under sync iteration": (of_devices(1, 2), {"virtual_stages": 2, "sync": "iteration"}),
+    "more blocks of layers than layers": (of_devices(1, 2), {"virtual_stages": 20}),
+    "virtual stages without a pipeline": (of_devices(2, 1), {"virtual_stages": 2}),
+}
+REFUSED_WITH = snapshot(
+    {
+        "a model without room under ZeRO-0": "UsageError: qwen3-8b needs 153.0 of the 73.6 GB that each of 8 ranks may use, under ZeRO-0, bf16, full recomputation, chunked loss, offloaded activations, sync iteration; --zero 3 --precision bf16 --recompute selective --sync microbatch leave room for 36,877 tokens",
+        "a model without room on one rank": "UsageError: qwen3-8b needs 138.5 of the 73.6 GB that each of 1 ranks may use, under ZeRO-3, bf16, full recomputation, chunked loss, offloaded activations, sync microbatch; plan for more --ranks, a smaller --model, or cut it with --tensor-parallel",
+        "a model without room in tensors cut in two": "UsageError: llama3-70b needs 229.7 of the 73.6 GB that each of 32 ranks may use, under ZeRO-1, bf16, full recomputation, plain loss, offloaded activations, sync iteration; --zero 3 --precision bf16 --recompute full --loss plain --sync microbatch leave room for 32,504 tokens under Megatron-FSDP",
+        "a profile's memory without room": "UsageError: the profile's memory leaves no room for tokens; give --tokens-per-rank",
+        "a cluster that nobody knows": "UsageError: the profile's cluster 'elsewhere' is not known here; give --ranks",
+        "less than no headroom": "UsageError: --headroom is -0.1; it must be a fraction from 0 to below 1",
+        "nothing but headroom": "UsageError: --headroom is 1.0; it must be a fraction from 0 to below 1",
+        "another model than the profile's": "UsageError: profile.yaml is of qwen3-8b on example-8x8; drop --model, --cluster and --attention-kernel to use it, or --profile to have one computed",
+        "fewer tokens than a sequence is padded to": "UsageError: a rank may hold 3 tokens, but sequences are padded to 4 on it",
+        "a profile of other devices": "UsageError: the plan is for tensor parallel 4 and pipeline parallel 1, but the cost profile of qwen3-8b on example-8x8 is for tensor parallel 2 and pipeline parallel 1; make one with: fcp profile --analytic --model qwen3-8b --cluster example-8x8 --tensor-parallel 4 --pipeline-parallel 1 -o profile.yaml",
+        "virtual stages under sync iteration": "UsageError: --virtual-stages is 2, whose ranks must run equally many micro-batches; add --sync microbatch",
+        "more blocks of layers than layers": "UsageError: 2 stages of 20 blocks of layers each exceed the 36 layers of qwen3-8b; give fewer --virtual-stages",
+        "virtual stages without a pipeline": "UsageError: --virtual-stages is 2, but there is no pipeline: --pipeline-parallel is 1",
+    }
+)
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_planned_for_is_refused_with_what_helps(folder: Path, case: str) -> None:
+    profile, asked = REFUSALS[case]
+    if profile is not None:
+        (folder / "profile.yaml").write_text(profile)
+    with raises(REFUSED_WITH[case]):
+        problem_for(**asked)
 
 
 def test_what_a_rank_is_made_of_comes_from_the_profile_and_divides_the_cluster(folder: Path) -> None:
+    (folder / "profile.yaml").write_text(of_devices(2, 2))
     assumptions = Assumptions()
-    request = PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 2), sync="microbatch")
-    problem = resolve(request, assumptions).problem
+    problem = problem_for(assumptions, sync="microbatch")
     assert (problem.tensor_parallel, problem.pipeline_parallel) == (2, 2)
     assert (problem.num_ranks, problem.ranks_per_node) == (16, 4)  # of 64 devices; a stage has 4 of them on a node
     assert assumptions.assumed["--tensor-parallel"] == "2 (the cost profile)"
@@ -318,44 +332,25 @@ def test_what_a_rank_is_made_of_comes_from_the_profile_and_divides_the_cluster(f
 def test_padded_rings_round_the_budget_to_what_sequences_are_padded_to(folder: Path) -> None:
     (folder / "profile.yaml").write_text(PROFILE)
     assumptions = Assumptions()
-    request = PlanRequest(manifest=DATASET, padded_rings=True, tensor_parallel=2, tokens_per_rank=1003)
-    problem = resolve(request, assumptions).problem
+    problem = problem_for(assumptions, padded_rings=True, tensor_parallel=2, tokens_per_rank=1003)
     assert (problem.padding_multiple, problem.tokens_per_rank) == (4, 1000)
     assert "of 1003, since sequences are padded to multiples of 4" in assumptions.assumed["--tokens-per-rank"]
-    with raises(snapshot("UsageError: a rank may hold 3 tokens, but sequences are padded to 4 on it")):
-        resolve(PlanRequest(manifest=DATASET, padded_rings=True, tensor_parallel=2, tokens_per_rank=3), Assumptions())
 
 
 def test_a_profile_that_does_not_say_what_its_ranks_are_made_of_is_told(folder: Path) -> None:
     (folder / "profile.yaml").write_text(PROFILE)
     assumptions = Assumptions()
-    problem = resolve(PlanRequest(manifest=DATASET, ranks=4, tensor_parallel=2), assumptions).problem
+    problem = problem_for(assumptions, ranks=4, tensor_parallel=2)
     assert (problem.num_ranks, problem.tensor_parallel, problem.pipeline_parallel) == (4, 2, 1)
     assert "the cost profile does not say" in assumptions.assumed["devices of a rank"]
 
 
-def test_a_profile_of_other_devices_is_refused_with_the_command_that_makes_the_right_one(folder: Path) -> None:
-    with pytest.raises(UsageError) as error:
-        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 1), tensor_parallel=4), Assumptions())
-    assert str(error.value) == snapshot(
-        "the plan is for tensor parallel 4 and pipeline parallel 1, but the cost profile of qwen3-8b on example-8x8 is "
-        "for tensor parallel 2 and pipeline parallel 1; make one with: fcp profile --analytic --model qwen3-8b "
-        "--cluster example-8x8 --tensor-parallel 4 --pipeline-parallel 1 -o profile.yaml"
-    )
-
-
 def test_virtual_stages_ask_for_waves_and_a_pipeline_does_not(folder: Path) -> None:
-    request = PlanRequest(manifest=DATASET, profile=of_devices(folder, 1, 2))
-    plain = resolve(request, Assumptions()).problem
+    (folder / "profile.yaml").write_text(of_devices(1, 2))
+    plain = problem_for()
     assert plain.sync == "iteration" and plain.pipeline is not None and plain.pipeline.virtual_stages == 1
-    interleaved = resolve(replace(request, virtual_stages=2), Assumptions()).problem
+    interleaved = problem_for(virtual_stages=2)
     assert interleaved.sync == "microbatch" and interleaved.pipeline is not None
-    with pytest.raises(UsageError, match="--virtual-stages is 2, whose ranks must run equally many micro-batches; add"):
-        resolve(replace(request, virtual_stages=2, sync="iteration"), Assumptions())
-    with pytest.raises(UsageError, match="2 stages of 20 blocks of layers each exceed the 36 layers of qwen3-8b"):
-        resolve(replace(request, virtual_stages=20), Assumptions())
-    with pytest.raises(UsageError, match="--virtual-stages is 2, but there is no pipeline"):
-        resolve(PlanRequest(manifest=DATASET, profile=of_devices(folder, 2, 1), virtual_stages=2), Assumptions())
 
 
 def test_a_pipeline_takes_its_shares_from_model_recipe_and_cluster() -> None:
