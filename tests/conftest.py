@@ -150,6 +150,16 @@ def forked_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture(scope="session")
+def example_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps over eight ranks on two nodes."""
+    from tests.report.runs import make_example_plan
+
+    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
+    make_example_plan(path)
+    return path
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _base_folder_of_messages(tmp_path_factory: pytest.TempPathFactory) -> None:
     messages.base_folder = tmp_path_factory.getbasetemp()

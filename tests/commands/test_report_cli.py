@@ -30,28 +30,23 @@ def fcp(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
-    make_example_plan(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def page(plan: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def page(example_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of a plan and a whole run."""
     folder = tmp_path_factory.mktemp("page")
-    write_run(folder / "metrics.jsonl", plan)
-    result = fcp("report", plan, "--metrics", folder, "-o", folder / "report.html")
+    write_run(folder / "metrics.jsonl", example_plan)
+    result = fcp("report", example_plan, "--metrics", folder, "-o", folder / "report.html")
     assert result.returncode == 0, result.stderr
     assert "4 of 4 steps" in result.stderr
     return (folder / "report.html").read_text()
 
 
-def test_the_page_of_a_script_is_not_named_after_the_model_that_the_plan_assumed(plan: Path, tmp_path: Path) -> None:
-    lines = write_run(tmp_path / "metrics.jsonl", plan).read_text().replace('"model":"tiny"', '"model":null')
+def test_the_page_of_a_script_is_not_named_after_the_model_that_the_plan_assumed(
+    example_plan: Path, tmp_path: Path
+) -> None:
+    lines = write_run(tmp_path / "metrics.jsonl", example_plan).read_text().replace('"model":"tiny"', '"model":null')
     (tmp_path / "metrics.jsonl").write_text(lines)
     assert '"model":null' in lines
-    fcp("report", plan, "--metrics", tmp_path, "-o", tmp_path / "report.html")
+    fcp("report", example_plan, "--metrics", tmp_path, "-o", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert f"<title>{tmp_path.name} on 8 ranks</title>" in page
     assert "<h1>qwen3-8b" not in page
@@ -119,11 +114,11 @@ def test_the_page_names_model_cluster_and_where_its_times_come_from_and_no_path(
     assert "metrics.jsonl" not in page and "/tmp" not in page
 
 
-def test_losses_of_held_out_rows_stand_beside_those_of_the_training(plan: Path, tmp_path: Path) -> None:
+def test_losses_of_held_out_rows_stand_beside_those_of_the_training(example_plan: Path, tmp_path: Path) -> None:
     evaluations = [evaluation_record(step, seconds=1.0, buckets=[(64, 10, 42.0)]) for step in (1, 3, 7)]
-    run = write_run(tmp_path / "metrics.jsonl", plan)
+    run = write_run(tmp_path / "metrics.jsonl", example_plan)
     run.write_text(run.read_text() + "".join(json.dumps(one) + "\n" for one in evaluations))
-    assert fcp("report", plan, "--metrics", tmp_path, "-o", tmp_path / "report.html").returncode == 0
+    assert fcp("report", example_plan, "--metrics", tmp_path, "-o", tmp_path / "report.html").returncode == 0
     page = (tmp_path / "report.html").read_text()
     assert "rows that are not trained on, in 2 evaluations." in page, "the plan has no step 7"
     training, held_out = charts_of(page)["loss"]["layer"]
@@ -139,15 +134,15 @@ def test_the_plan_is_never_shown_quicker_than_its_bound(page: str) -> None:
     assert "<dt>Excluded from both columns</dt><dd>1 warm-up step</dd>" in page
 
 
-def test_a_run_is_shown_by_its_folder_alone(plan: Path, tmp_path: Path) -> None:
+def test_a_run_is_shown_by_its_folder_alone(example_plan: Path, tmp_path: Path) -> None:
     run = tmp_path / "tiny-001"
     run.mkdir()
-    write_run(run / "metrics.jsonl", plan)
+    write_run(run / "metrics.jsonl", example_plan)
     target = tmp_path / "report.html"
     missing = fcp("report", run, "-o", target)
     assert (missing.returncode, target.exists()) == (1, False)
     assert missing.stderr == f"error: {run} has no plan.parquet; name the plan: fcp report PLAN --metrics {run}\n"
-    (run / "plan.parquet").write_bytes(plan.read_bytes())
+    (run / "plan.parquet").write_bytes(example_plan.read_bytes())
     assert fcp("report", run, "-o", target).returncode == 0
     page = target.read_text()
     assert "Run tiny-001" in page
@@ -160,30 +155,30 @@ def test_static_and_ours_are_one_step_on_one_time_axis(page: str) -> None:
     assert ends[0] == ends[1] and "static ends" in ends[0]["values"]
 
 
-def test_a_run_without_losses_or_memory_is_drawn_without_them(plan: Path, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "metrics.jsonl", plan)
+def test_a_run_without_losses_or_memory_is_drawn_without_them(example_plan: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "metrics.jsonl", example_plan)
     run.write_text(re.sub(r'"loss":[\d.]+', '"loss":null', run.read_text()))
-    assert fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html").returncode == 0
+    assert fcp("report", example_plan, "--metrics", run, "-o", tmp_path / "report.html").returncode == 0
     assert charts_of((tmp_path / "report.html").read_text()).keys() == (PLAN_CHARTS | RUN_CHARTS) - {"loss"}
 
 
-def test_a_page_never_replaces_what_it_shows(plan: Path) -> None:
-    before = plan.read_bytes()
-    result = fcp("report", plan, "-o", plan)
-    assert (result.returncode, plan.read_bytes()) == (2, before)
+def test_a_page_never_replaces_what_it_shows(example_plan: Path) -> None:
+    before = example_plan.read_bytes()
+    result = fcp("report", example_plan, "-o", example_plan)
+    assert (result.returncode, example_plan.read_bytes()) == (2, before)
     assert "would overwrite the source; name another file with -o" in result.stderr
 
 
-def test_a_plan_alone_has_no_measured_charts(plan: Path, tmp_path: Path) -> None:
-    result = fcp("report", plan, "-o", tmp_path / "report.html")
+def test_a_plan_alone_has_no_measured_charts(example_plan: Path, tmp_path: Path) -> None:
+    result = fcp("report", example_plan, "-o", tmp_path / "report.html")
     assert result.returncode == 0, result.stderr
     assert charts_of((tmp_path / "report.html").read_text()).keys() == PLAN_CHARTS
 
 
-def test_the_metrics_of_another_plan_are_named_on_the_page_and_left_out(plan: Path, tmp_path: Path) -> None:
+def test_the_metrics_of_another_plan_are_named_on_the_page_and_left_out(example_plan: Path, tmp_path: Path) -> None:
     make_example_plan(tmp_path / "other.parquet", seed=1)
     run = write_run(tmp_path / "metrics.jsonl", tmp_path / "other.parquet")
-    result = fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html")
+    result = fcp("report", example_plan, "--metrics", run, "-o", tmp_path / "report.html")
     assert result.returncode == 0
     assert "is of another plan" in result.stderr
     page = (tmp_path / "report.html").read_text()
@@ -191,8 +186,8 @@ def test_the_metrics_of_another_plan_are_named_on_the_page_and_left_out(plan: Pa
     assert charts_of(page).keys() == PLAN_CHARTS
 
 
-def test_an_edited_plan_is_shown_with_a_warning_on_the_page(plan: Path, tmp_path: Path) -> None:
-    path = edited(plan, tmp_path / "plan.parquet", change_column("seconds", lambda seconds: seconds * 0.9))
+def test_an_edited_plan_is_shown_with_a_warning_on_the_page(example_plan: Path, tmp_path: Path) -> None:
+    path = edited(example_plan, tmp_path / "plan.parquet", change_column("seconds", lambda seconds: seconds * 0.9))
     result = fcp("report", path, "-o", tmp_path / "report.html")
     assert result.returncode == 0
     assert len(result.stderr.splitlines()) == 2
@@ -200,40 +195,40 @@ def test_an_edited_plan_is_shown_with_a_warning_on_the_page(plan: Path, tmp_path
         assert "was edited: its hash is not" in text and "any more; see: fcp check" in text
 
 
-def test_a_plan_without_any_step_to_show_leaves_no_page(plan: Path, tmp_path: Path) -> None:
-    path = edited(plan, tmp_path / "plan.parquet", change_column("step_seconds", lambda seconds: 0.0))
+def test_a_plan_without_any_step_to_show_leaves_no_page(example_plan: Path, tmp_path: Path) -> None:
+    path = edited(example_plan, tmp_path / "plan.parquet", change_column("step_seconds", lambda seconds: 0.0))
     result = fcp("report", path, "-o", tmp_path / "report.html")
     assert (result.returncode, len(result.stderr.splitlines())) == (1, 1)
     assert "has no displayable step (step 0: it takes no time" in result.stderr
     assert not (tmp_path / "report.html").exists()
 
 
-def test_the_figures_of_the_page_are_one_json_document(plan: Path, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "metrics.jsonl", plan)
-    result = fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html", "--json")
+def test_the_figures_of_the_page_are_one_json_document(example_plan: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "metrics.jsonl", example_plan)
+    result = fcp("report", example_plan, "--metrics", run, "-o", tmp_path / "report.html", "--json")
     document = json.loads(result.stdout)
     assert document["bytes"] == (tmp_path / "report.html").stat().st_size
     assert (document["steps"], document["steps_of_plan"], document["warnings"]) == (4, 4, [])
     assert document["measured"]["ratio"] > 1
-    inspected = json.loads(fcp("inspect", plan, "--json").stdout)
+    inspected = json.loads(fcp("inspect", example_plan, "--json").stdout)
     for name in ("plan_hash", "gap", "idle_fraction", "mean_step_seconds", "degrees"):
         assert document[name] == inspected[name]
     assert document["speedup_over_static"] == pytest.approx(inspected["speedup_over_static"])
 
 
-def test_a_run_cut_short_is_shown_as_far_as_it_goes(plan: Path, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "metrics.jsonl", plan)
+def test_a_run_cut_short_is_shown_as_far_as_it_goes(example_plan: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "metrics.jsonl", example_plan)
     run.write_text(run.read_text()[:-50])
-    result = fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html")
+    result = fcp("report", example_plan, "--metrics", run, "-o", tmp_path / "report.html")
     assert result.returncode == 0
     assert "line 5 truncated or damaged; skipped" in result.stderr
     assert charts_of((tmp_path / "report.html").read_text()).keys() == PLAN_CHARTS | RUN_CHARTS
 
 
-def test_a_run_that_has_only_warmed_up_shows_what_there_is(plan: Path, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "metrics.jsonl", plan)
+def test_a_run_that_has_only_warmed_up_shows_what_there_is(example_plan: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "metrics.jsonl", example_plan)
     run.write_text("".join(f"{line}\n" for line in run.read_text().splitlines()[:2]))
-    assert fcp("report", plan, "--metrics", run, "-o", tmp_path / "report.html").returncode == 0
+    assert fcp("report", example_plan, "--metrics", run, "-o", tmp_path / "report.html").returncode == 0
     assert charts_of((tmp_path / "report.html").read_text()).keys() == PLAN_CHARTS | {"measured"}
 
 
@@ -244,17 +239,17 @@ def test_a_run_that_has_only_warmed_up_shows_what_there_is(plan: Path, tmp_path:
         (["PLAN", "-o", "nowhere/report.html"], "there is no folder nowhere"),
     ],
 )
-def test_mistakes_get_one_line(plan: Path, arguments: list[str], message: str) -> None:
-    result = fcp("report", *(str(plan) if argument == "PLAN" else argument for argument in arguments))
+def test_mistakes_get_one_line(example_plan: Path, arguments: list[str], message: str) -> None:
+    result = fcp("report", *(str(example_plan) if argument == "PLAN" else argument for argument in arguments))
     assert result.returncode == 1
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.processes
-def test_a_missing_library_is_named_with_the_command_that_installs_it(plan: Path, tmp_path: Path) -> None:
+def test_a_missing_library_is_named_with_the_command_that_installs_it(example_plan: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['vl_convert'] = None; from fcp_cli.app import main; main()"
-    command = [sys.executable, "-c", code, "report", str(plan), "-o", str(tmp_path / "report.html")]
+    command = [sys.executable, "-c", code, "report", str(example_plan), "-o", str(tmp_path / "report.html")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert result.returncode == 1
     assert "pip install 'vl-convert-python>=1.7'" in result.stderr

@@ -14,18 +14,11 @@ from inline_snapshot import snapshot
 from fcp_cli.runs.ownership import own
 from tests.commands.planning_folder import assert_one_error_line, fcp
 from tests.patience import PATIENCE_SECONDS
-from tests.report.runs import make_example_plan, write_run
+from tests.report.runs import write_run
 
 
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
-    make_example_plan(path)
-    return path
-
-
-def test_through_a_pipe_a_finished_run_is_plain_lines(plan: Path, tmp_path: Path) -> None:
-    write_run(tmp_path / "metrics.jsonl", plan)
+def test_through_a_pipe_a_finished_run_is_plain_lines(example_plan: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "metrics.jsonl", example_plan)
     result = fcp("watch", ".", "--every", "1", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -39,8 +32,8 @@ def test_through_a_pipe_a_finished_run_is_plain_lines(plan: Path, tmp_path: Path
     assert max(map(len, lines[:-1])) <= 80
 
 
-def test_damaged_lines_are_counted_in_a_warning(plan: Path, tmp_path: Path) -> None:
-    path = write_run(tmp_path / "metrics.jsonl", plan)
+def test_damaged_lines_are_counted_in_a_warning(example_plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", example_plan)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:2], '{"kind":"step"}\n', "oops\n", *lines[2:]]))
     for words in (("--once",), ()):
@@ -59,10 +52,10 @@ def test_a_finished_run_without_a_measured_step_says_so(tmp_path: Path) -> None:
 
 
 def test_it_waits_for_a_launched_run_and_ends_with_it(
-    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each time the command sleeps, the run writes one more line."""
-    written = write_run(tmp_path / "whole.jsonl", plan).read_text().splitlines(keepends=True)
+    written = write_run(tmp_path / "whole.jsonl", example_plan).read_text().splitlines(keepends=True)
     (tmp_path / "launch.json").write_text("{}")
 
     def write_more(_: float) -> None:
@@ -77,31 +70,31 @@ def test_it_waits_for_a_launched_run_and_ends_with_it(
     assert written == []
 
 
-def test_on_a_terminal_it_draws_the_ranks(plan: Path, tmp_path: Path) -> None:
-    write_run(tmp_path / "metrics.jsonl", plan)
+def test_on_a_terminal_it_draws_the_ranks(example_plan: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "metrics.jsonl", example_plan)
     result = fcp("watch", ".", cwd=tmp_path, FORCE_COLOR="1", TERM="xterm")
     assert result.returncode == 0
     assert "finished" in result.stdout
     assert "idle per rank" in result.stdout
 
 
-def test_one_look_shows_a_run_that_is_under_way(plan: Path, tmp_path: Path) -> None:
-    path = write_run(tmp_path / "metrics.jsonl", plan)
+def test_one_look_shows_a_run_that_is_under_way(example_plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", example_plan)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     result = fcp("watch", "metrics.jsonl", "--once", cwd=tmp_path)
     assert result.returncode == 0
     assert "2/4" in result.stdout and " left" in result.stdout
 
 
-def test_the_state_is_one_json_document(plan: Path, tmp_path: Path) -> None:
-    write_run(tmp_path / "metrics.jsonl", plan)
+def test_the_state_is_one_json_document(example_plan: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "metrics.jsonl", example_plan)
     document = json.loads(fcp("watch", ".", "--json", cwd=tmp_path).stdout)
     assert (document["step"], document["steps"], document["finished"]) == (3, 4, True)
     assert len(document["idle_of_ranks"]) == 8
 
 
-def test_an_interrupted_run_ends_the_watch_and_says_so(plan: Path, tmp_path: Path) -> None:
-    path = write_run(tmp_path / "metrics.jsonl", plan)
+def test_an_interrupted_run_ends_the_watch_and_says_so(example_plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", example_plan)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     with own(tmp_path) as owned:
         owned.ended = "interrupted"
@@ -115,7 +108,7 @@ def test_an_interrupted_run_ends_the_watch_and_says_so(plan: Path, tmp_path: Pat
 
 
 @pytest.mark.processes
-def test_a_run_whose_launcher_was_killed_is_shown_as_dead(plan: Path, tmp_path: Path) -> None:
+def test_a_run_whose_launcher_was_killed_is_shown_as_dead(example_plan: Path, tmp_path: Path) -> None:
     """Killed before its ranks wrote anything, too."""
     (tmp_path / "launch.json").write_text("{}")
     code = "import os, pathlib\nfrom fcp_cli.runs.ownership import own\n"
@@ -139,10 +132,10 @@ def test_mistakes_get_one_line(tmp_path: Path, arguments: list[str], message: st
     assert assert_one_error_line(fcp("watch", *arguments, cwd=tmp_path), 1) == message
 
 
-def test_without_a_folder_it_takes_the_run_that_was_launched_last(plan: Path, tmp_path: Path) -> None:
+def test_without_a_folder_it_takes_the_run_that_was_launched_last(example_plan: Path, tmp_path: Path) -> None:
     for number, name in enumerate(("newer", "older")):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        write_run(tmp_path / "runs" / name / "metrics.jsonl", plan)
+        write_run(tmp_path / "runs" / name / "metrics.jsonl", example_plan)
         (tmp_path / "runs" / name / "launch.json").write_text("{}")
         os.utime(tmp_path / "runs" / name / "launch.json", (1000 - number, 1000 - number))
     result = fcp("watch", cwd=tmp_path)

@@ -311,6 +311,15 @@ def test_a_source_that_was_rewritten_is_an_error_in_every_kind(tmp_path: Path, k
         assert str(tmp_path / "d") in str(caught.value)
 
 
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    tree = write_tree(tmp_path / "tree", {"a.txt": b"abc"})
+    build(tree, tmp_path / "m.parquet")
+    reader = open_tokens(tmp_path / "m.parquet")
+    (tree / "a.txt").unlink()
+    with pytest.raises(ManifestError, match=r"cannot read .*a\.txt: No such file or directory"):
+        reader(0)
+
+
 @pytest.mark.parametrize("kind", sorted(WRITERS))
 def test_threads_may_read_at_once(tmp_path: Path, kind: str) -> None:
     rows = [[row] * (1 + row % 7) for row in range(200)]

@@ -8,24 +8,18 @@ import pytest
 from fcp_cli.errors import PlanError
 from fcp_cli.report.plan_file import open_plan
 from tests.report.edited_plans import Edit, change_column, edited
-from tests.report.runs import make_example_plan
 
 
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
-    make_example_plan(path)
-    return path
-
-
-def test_a_plan_as_it_was_made_has_no_problems(plan: Path) -> None:
-    file = open_plan(plan)
+def test_a_plan_as_it_was_made_has_no_problems(example_plan: Path) -> None:
+    file = open_plan(example_plan)
     assert [step.step for step in file.steps()] == [0, 1, 2, 3]
     assert file.problems == []
 
 
-def test_an_edited_plan_is_shown_and_marked_as_edited(plan: Path, tmp_path: Path) -> None:
-    file = open_plan(edited(plan, tmp_path / "edited.parquet", change_column("seconds", lambda seconds: seconds * 0.9)))
+def test_an_edited_plan_is_shown_and_marked_as_edited(example_plan: Path, tmp_path: Path) -> None:
+    file = open_plan(
+        edited(example_plan, tmp_path / "edited.parquet", change_column("seconds", lambda seconds: seconds * 0.9))
+    )
     assert len(list(file.steps())) == 4
     assert file.problems == [
         f"{file.path} was edited: its hash is not {file.metadata.plan_hash[:12]} any more; see: fcp check {file.path}"
@@ -49,17 +43,17 @@ def test_an_edited_plan_is_shown_and_marked_as_edited(plan: Path, tmp_path: Path
     ],
 )
 def test_a_step_that_no_picture_can_hold_is_left_out_and_the_rest_is_shown(
-    plan: Path, tmp_path: Path, edit: Edit, reason: str
+    example_plan: Path, tmp_path: Path, edit: Edit, reason: str
 ) -> None:
-    file = open_plan(edited(plan, tmp_path / "edited.parquet", edit))
+    file = open_plan(edited(example_plan, tmp_path / "edited.parquet", edit))
     assert {step.step for step in file.steps()} >= {2, 3}
     assert 1 not in {step.step for step in file.steps()}
     with pytest.raises(PlanError, match=rf"has no displayable step 1.*{reason}.*; see: fcp check"):
         file.step(1)
 
 
-def test_rows_in_another_order_do_not_pass_for_another_step(plan: Path, tmp_path: Path) -> None:
-    file = open_plan(edited(plan, tmp_path / "edited.parquet", lambda rows: rows[::-1]))
+def test_rows_in_another_order_do_not_pass_for_another_step(example_plan: Path, tmp_path: Path) -> None:
+    file = open_plan(edited(example_plan, tmp_path / "edited.parquet", lambda rows: rows[::-1]))
     assert [step.step for step in file.steps()] == []
     (problem,) = file.problems[1:]
     assert re.search(r"skipped step 3: rows out of order: order \d+ in place 0, and 3 more$", problem)
@@ -68,9 +62,9 @@ def test_rows_in_another_order_do_not_pass_for_another_step(plan: Path, tmp_path
 
 
 def test_a_large_file_is_not_read_whole_for_one_step(
-    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = edited(plan, tmp_path / "edited.parquet", change_column("seconds", lambda seconds: seconds * 0.9))
+    path = edited(example_plan, tmp_path / "edited.parquet", change_column("seconds", lambda seconds: seconds * 0.9))
     monkeypatch.setattr("fcp_cli.report.plan_file._QUICK_BYTES", 10)
     assert open_plan(path, quickly=True).problems == []
     assert len(open_plan(path).problems) == 1

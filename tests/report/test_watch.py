@@ -13,20 +13,13 @@ from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.report.watch import WINDOW_STEPS, RunState, run_view
 from fcp_cli.runs.metrics.metrics_reader import MetricsTail
 from fcp_cli.runs.owner import End, Owner
-from tests.report.runs import make_example_plan, measured, run_record, write_run
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
-    make_example_plan(path)
-    return path
+from tests.report.runs import measured, run_record, write_run
 
 
 @pytest.fixture
-def lines(plan: Path, tmp_path: Path) -> list[str]:
+def lines(example_plan: Path, tmp_path: Path) -> list[str]:
     """The run record and four steps."""
-    return write_run(tmp_path / "whole.jsonl", plan).read_text().splitlines(keepends=True)
+    return write_run(tmp_path / "whole.jsonl", example_plan).read_text().splitlines(keepends=True)
 
 
 def state_of(path: Path) -> RunState:
@@ -46,7 +39,7 @@ def test_a_replaced_file_is_read_from_its_top(lines: list[str], tmp_path: Path) 
     assert [record.get("step") for record in tail.poll()] == [None, 0]
 
 
-def test_of_a_long_run_only_the_last_steps_are_read(plan: Path, lines: list[str], tmp_path: Path) -> None:
+def test_of_a_long_run_only_the_last_steps_are_read(example_plan: Path, lines: list[str], tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     step = json.loads(lines[2])
     many = [json.dumps({**step, "step": i}, separators=(",", ":")) + "\n" for i in range(100)]
@@ -63,7 +56,7 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
         MetricsTail(tmp_path / "metrics.jsonl").poll()
 
 
-def test_the_state_leaves_warm_up_out_of_rates(plan: Path, lines: list[str], tmp_path: Path) -> None:
+def test_the_state_leaves_warm_up_out_of_rates(example_plan: Path, lines: list[str], tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(lines[:3]))
     state = state_of(path)
@@ -186,11 +179,11 @@ def test_a_finished_run_that_is_started_again_is_running(lines: list[str], tmp_p
     assert state.standing(owner(since="2026-01-02T00:00:00+00:00"), quiet_seconds=0.0) == "running"
 
 
-def test_a_resumed_run_counts_from_its_latest_start(plan: Path, tmp_path: Path) -> None:
-    reader = PlanReader(plan)
+def test_a_resumed_run_counts_from_its_latest_start(example_plan: Path, tmp_path: Path) -> None:
+    reader = PlanReader(example_plan)
     steps = [measured(step, 8) for step in reader.steps()]
-    first, second = (run_record(reader.metadata, plan, steps=steps) for steps in (2, 4))
-    path = write_run(tmp_path / "metrics.jsonl", plan, records=[first, *steps[:2], second, steps[2]])
+    first, second = (run_record(reader.metadata, example_plan, steps=steps) for steps in (2, 4))
+    path = write_run(tmp_path / "metrics.jsonl", example_plan, records=[first, *steps[:2], second, steps[2]])
     state = state_of(path)
     assert (state.steps, state.finished, len(state.window)) == (4, False, 1)
 

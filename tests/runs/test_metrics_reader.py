@@ -15,38 +15,31 @@ from tests.report.runs import busy_seconds, make_example_plan, measured, run_rec
 MICROBATCH = {"order": 0, "degree": 1, "tokens": 9, "predicted_seconds": 1.0, "start_seconds": 0.0, "seconds": 1.0}
 
 
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("plan") / "plan.parquet"
-    make_example_plan(path)
-    return path
-
-
-def test_a_run_is_read_step_by_step(plan: Path, tmp_path: Path) -> None:
-    run = open_run(write_run(tmp_path / "metrics.jsonl", plan))
+def test_a_run_is_read_step_by_step(example_plan: Path, tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path / "metrics.jsonl", example_plan))
     steps = list(run.steps())
     assert [step.step for step in steps] == [0, 1, 2, 3]
     assert run.problems == []
-    first = next(PlanReader(plan).steps())
+    first = next(PlanReader(example_plan).steps())
     assert steps[0].busy_seconds.sum() == pytest.approx(sum(busy_seconds(measured(first, 8))))
     assert steps[0].warm_up and not steps[1].warm_up
 
 
-def test_a_run_is_found_in_its_folder(plan: Path, tmp_path: Path) -> None:
-    write_run(tmp_path / "metrics.jsonl", plan)
+def test_a_run_is_found_in_its_folder(example_plan: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "metrics.jsonl", example_plan)
     assert open_run(tmp_path).path == tmp_path / "metrics.jsonl"
 
 
-def test_a_line_cut_short_is_left_out_and_said(plan: Path, tmp_path: Path) -> None:
-    path = write_run(tmp_path / "metrics.jsonl", plan)
+def test_a_line_cut_short_is_left_out_and_said(example_plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", example_plan)
     path.write_text(path.read_text()[:-100])
     run = open_run(path)
     assert len(list(run.steps())) == 3
     assert run.problems == [f"{path}: line 5 truncated or damaged; skipped"]
 
 
-def test_damage_in_the_middle_leaves_the_rest(plan: Path, tmp_path: Path) -> None:
-    path = write_run(tmp_path / "metrics.jsonl", plan)
+def test_damage_in_the_middle_leaves_the_rest(example_plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", example_plan)
     lines = path.read_text().splitlines()
     lines[2], lines[3] = '{"kind":"step","step":1}', "garbage"
     path.write_text("\n".join(lines) + "\n")
@@ -55,14 +48,14 @@ def test_damage_in_the_middle_leaves_the_rest(plan: Path, tmp_path: Path) -> Non
     assert run.problems == [f"{path}: line 3 and 1 more truncated or damaged; skipped"]
 
 
-def test_each_second_step_is_read_on_demand(plan: Path, tmp_path: Path) -> None:
-    run = open_run(write_run(tmp_path / "metrics.jsonl", plan))
+def test_each_second_step_is_read_on_demand(example_plan: Path, tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path / "metrics.jsonl", example_plan))
     assert [step.step for step in run.steps(every=2)] == [0, 2]
 
 
-def test_a_run_without_steps_says_so(plan: Path, tmp_path: Path) -> None:
-    metadata = PlanReader(plan).metadata
-    run = open_run(write_run(tmp_path / "metrics.jsonl", plan, records=[run_record(metadata, plan)]))
+def test_a_run_without_steps_says_so(example_plan: Path, tmp_path: Path) -> None:
+    metadata = PlanReader(example_plan).metadata
+    run = open_run(write_run(tmp_path / "metrics.jsonl", example_plan, records=[run_record(metadata, example_plan)]))
     assert list(run.steps()) == []
     assert run.problems == [f"{run.path} has no finished steps yet"]
 
@@ -84,8 +77,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         open_run(tmp_path)
 
 
-def test_the_metrics_of_another_plan_are_refused(plan: Path, tmp_path: Path) -> None:
-    path = write_run(tmp_path / "metrics.jsonl", plan)
+def test_the_metrics_of_another_plan_are_refused(example_plan: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", example_plan)
     other = make_example_plan(tmp_path / "other.parquet", seed=1)
     with pytest.raises(
         RunError, match=rf"is of another plan: its hash is .*, but this plan's is {other.plan_hash[:12]}"
@@ -106,8 +99,10 @@ def test_the_metrics_of_another_plan_are_refused(plan: Path, tmp_path: Path) -> 
         {"ranks": [{"rank": 1, "idle_seconds": 0.0, "micro_batches": [{**MICROBATCH, "start_seconds": -1.0}]}]},
     ],
 )
-def test_what_no_run_can_have_measured_counts_as_damage(plan: Path, tmp_path: Path, damage: dict[str, object]) -> None:
-    path = write_run(tmp_path / "metrics.jsonl", plan)
+def test_what_no_run_can_have_measured_counts_as_damage(
+    example_plan: Path, tmp_path: Path, damage: dict[str, object]
+) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", example_plan)
     lines = path.read_text().splitlines()
     lines[2] = json.dumps({**json.loads(lines[2]), **damage}, separators=(",", ":"))
     path.write_text("\n".join(lines) + "\n")
@@ -116,11 +111,11 @@ def test_what_no_run_can_have_measured_counts_as_damage(plan: Path, tmp_path: Pa
     assert run.problems == [f"{path}: line 3 truncated or damaged; skipped"]
 
 
-def test_a_step_that_is_not_in_the_plan_hides_no_other(plan: Path, tmp_path: Path) -> None:
-    reader = PlanReader(plan)
+def test_a_step_that_is_not_in_the_plan_hides_no_other(example_plan: Path, tmp_path: Path) -> None:
+    reader = PlanReader(example_plan)
     steps = [measured(step, 8) for step in reader.steps()]
-    records = [run_record(reader.metadata, plan), steps[0], {**steps[1], "step": 77}, *steps[2:], steps[3]]
-    run = open_run(write_run(tmp_path / "metrics.jsonl", plan, records=records), plan=reader.metadata)
+    records = [run_record(reader.metadata, example_plan), steps[0], {**steps[1], "step": 77}, *steps[2:], steps[3]]
+    run = open_run(write_run(tmp_path / "metrics.jsonl", example_plan, records=records), plan=reader.metadata)
     assert [step.step for step in run.steps()] == [0, 2, 3]
     assert run.problems == [
         f"{run.path}: skipped 1 step: not in the plan",
@@ -128,16 +123,16 @@ def test_a_step_that_is_not_in_the_plan_hides_no_other(plan: Path, tmp_path: Pat
     ]
 
 
-def test_steps_resumed_under_another_plan_are_left_out(plan: Path, tmp_path: Path) -> None:
-    reader = PlanReader(plan)
+def test_steps_resumed_under_another_plan_are_left_out(example_plan: Path, tmp_path: Path) -> None:
+    reader = PlanReader(example_plan)
     steps = [measured(step, 8) for step in reader.steps()]
     records = [
-        run_record(reader.metadata, plan),
+        run_record(reader.metadata, example_plan),
         *steps[:2],
-        run_record(reader.metadata, plan, plan_hash="other"),
+        run_record(reader.metadata, example_plan, plan_hash="other"),
         *steps[2:],
     ]
-    path = write_run(tmp_path / "metrics.jsonl", plan, records=records)
+    path = write_run(tmp_path / "metrics.jsonl", example_plan, records=records)
     run = open_run(path, plan=reader.metadata)
     assert [step.step for step in run.steps()] == [0, 1]
     assert run.problems == [f"{path}: skipped 2 steps: another plan's"]
