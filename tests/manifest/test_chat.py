@@ -286,7 +286,7 @@ RECORDS_MESSAGES = snapshot(
         "no turns": "ManifestError: here: 'messages' must be a list of turns with 'role' and 'content'",
         "an unknown role": "ManifestError: here: a turn of 'messages' is of 'narrator'; roles are assistant, function, gpt, human, model, observation, system, tool, user",
         "a picture": "ManifestError: here: a turn of 'messages' holds a part of type 'image'; chat data is text alone, and --kind media reads conversations about images and videos",
-        "a number in place of a text": "ManifestError: here: 'messages' holds '3' where a text belongs",
+        "a number in place of a text": "ManifestError: here: 'messages' holds '3' instead of a text",
         "fewer labels than tokens": "ManifestError: here has 2 input_ids but 1 labels; give as many",
         "tokens that are texts": "ManifestError: here: input_ids and labels must be flat lists of whole numbers",
         "other fields": "ManifestError: here has none of messages, conversations, prompt + completion, instruction + output, input_ids + labels; its fields are question",

@@ -106,12 +106,12 @@ BAD: dict[str, tuple[str, Callable[[Path], Any] | None, dict[str, Any]]] = {
 }
 BAD_MESSAGES = snapshot(
     {
-        "no file": "ManifestError: FOLDER/data.jsonl:2: FOLDER/gone.png: cannot read it: No such file or directory; --bad-rows skip leaves such records out",
-        "no picture": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.png has no header of an image that is known; --bad-rows skip leaves such records out",
-        "no video": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mp4: cannot read it as a video: Invalid data found when processing input; --bad-rows skip leaves such records out",
-        "sound alone": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mkv has no video stream; --bad-rows skip leaves such records out",
-        "no frames": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mkv: cannot read it as a video: End of file; --bad-rows skip leaves such records out",
-        "one frame": "ManifestError: FOLDER/data.jsonl:2: a video needs at least 2 frames; leave the record out",
+        "no file": "ManifestError: FOLDER/data.jsonl:2: FOLDER/gone.png: cannot read it: No such file or directory; use --bad-rows skip to drop such records",
+        "no picture": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.png has no header of a known image format; use --bad-rows skip to drop such records",
+        "no video": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mp4: cannot read it as a video: Invalid data found when processing input; use --bad-rows skip to drop such records",
+        "sound alone": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mkv has no video stream; use --bad-rows skip to drop such records",
+        "no frames": "ManifestError: FOLDER/data.jsonl:2: FOLDER/b.mkv: cannot read it as a video: End of file; use --bad-rows skip to drop such records",
+        "one frame": "ManifestError: FOLDER/data.jsonl:2: a video needs at least 2 frames; drop the record",
         "a picture elsewhere": "ManifestError: FOLDER/data.jsonl:2: https://example.org/a.png is not on this machine; download it and name the file",
         "more pictures than places": "ManifestError: FOLDER/data.jsonl:2 names 2 images but has places for 1; put <image> into its texts for each",
         "more places than pictures": "ManifestError: FOLDER/data.jsonl:2 has more places for images than the 1 image it names",
@@ -119,7 +119,7 @@ BAD_MESSAGES = snapshot(
         "a template that fails": "ManifestError: FOLDER/data.jsonl:2: the chat template of FOLDER/checkpoint fails: no more than one answer",
         "a mark of the checkpoint's": "ManifestError: FOLDER/data.jsonl:2 has 1 picture, but the text that FOLDER/checkpoint's chat template makes of it has 2 marks for them (<|image_pad|>, <|video_pad|>); they must be as many, of the same kinds in the same order. Texts mark their places by <image> and <video>; the template writes the checkpoint's own marks",
         "a part of another service's": 'ManifestError: FOLDER/data.jsonl:2: a turn of \'messages\' holds a part of type \'input_image\'; known are text, image, image_url, video and video_url, as in {"type": "image", "image": PATH}',
-        "a part without its text": "ManifestError: FOLDER/data.jsonl:2: 'messages' holds 'None' where a text belongs",
+        "a part without its text": "ManifestError: FOLDER/data.jsonl:2: 'messages' holds 'None' instead of a text",
     }
 )
 

@@ -49,10 +49,10 @@ WRONG: dict[str, tuple[list[int], Any]] = {
 }
 WRONG_MESSAGES = snapshot(
     {
-        "fewer placeholders than tiles make": "RunError: a sequence has 3 placeholders (token 60), 4 for each tile, but 1 tiles; give the processor's pixel_values of this very sequence",
-        "more tiles than placeholders": "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but 2 tiles; give the processor's pixel_values of this very sequence",
-        "no tiles": "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but no tiles; give the processor's pixel_values of this very sequence",
-        "placeholders apart": "RunError: the 4 placeholders from token 0 on are not all together",
+        "fewer placeholders than tiles make": "RunError: a sequence has 3 placeholders (token 60), 4 for each tile, but 1 tiles; give the processor's pixel_values of this sequence",
+        "more tiles than placeholders": "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but 2 tiles; give the processor's pixel_values of this sequence",
+        "no tiles": "RunError: a sequence has 4 placeholders (token 60), 4 for each tile, but no tiles; give the processor's pixel_values of this sequence",
+        "placeholders apart": "RunError: the 4 placeholders from token 0 on are not contiguous",
     }
 )
 
