@@ -205,10 +205,10 @@ def _wrong_estimate(job: Job, slowdown: float | None) -> str:
         return ""
     if profile is None or profile.origin not in ("analytic", "assumed"):
         return ""
-    model = f" --model {shlex.quote(job.model)}" if job.model is not None else ""
+    measuring = shlex.join(["fcp", "profile", *(["--model", job.model] if job.model is not None else [])])
     return (
         f"steps took {slowdown:.1f} times as long as planned: the times of {profile.model} on {profile.cluster} are "
-        f"estimated, not measured; measure them with 'fcp profile{model}', and plan with --profile profile.yaml"
+        f"estimated, not measured; measure them with '{measuring}', and plan with --profile profile.yaml"
     )
 
 
