@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from fcp_cli.console import bar, print_table
-from fcp_cli.manifest.table.summary import ManifestSummary
+from fcp_cli.manifest.table.summary import PICTURE_COUNTS, ManifestSummary
 from fcp_cli.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_PICTURES: Final = {"num_images": "image", "num_videos": "video", "vision_patches": "patch"}
 _BAR_CELLS: Final = 22
 _BIN_COLUMNS: Final = 11  # width of the length range column
 _SHARE_COLUMNS: Final = 10  # width of a percentage and the column gap
@@ -32,7 +31,7 @@ def print_manifest(
     facts.add_row("", "  ".join(f"p{p:g} {length:,}" for p, length in summary.percentiles.items()))
     facts.add_row("longest 1 %", f"{summary.longest_percent_token_share:.1%} of all tokens")
     if pictures:
-        facts.add_row("pictures", ", ".join(counted(count, _PICTURES[name]) for name, count in pictures.items()))
+        facts.add_row("pictures", ", ".join(counted(count, PICTURE_COUNTS[name]) for name, count in pictures.items()))
     facts.add_row("source", _source_text(source))
     console.print(facts)
     room = console.width - _BIN_COLUMNS - 2 * _SHARE_COLUMNS

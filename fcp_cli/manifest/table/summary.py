@@ -13,7 +13,8 @@ from fcp_cli.manifest.table.header import readable
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.reading.parquet import open_parquet
 
-PICTURE_COUNTS: Final = ("num_images", "num_videos", "vision_patches")
+# Columns that count what a row has of pictures -> noun of what is counted.
+PICTURE_COUNTS: Final = {"num_images": "image", "num_videos": "video", "vision_patches": "patch"}
 PERCENTILES: Final = (50.0, 90.0, 99.0, 99.9)
 
 
@@ -87,8 +88,11 @@ def count_pictures(path: Path) -> dict[str, int]:
         names = [name for name in PICTURE_COUNTS if name in file.schema_arrow.names]
         if "num_images" not in names:
             return {}
-        columns = file.read(columns=names)
-        return {name: int(pc.sum(columns.column(name)).as_py() or 0) for name in names}
+        counts = dict.fromkeys(names, 0)
+        for batch in file.iter_batches(columns=names):  # all rows at once would take memory that grows with the data
+            for name in names:
+                counts[name] += int(pc.sum(batch.column(name)).as_py() or 0)
+        return counts
 
 
 def _bins(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Bin, ...]:
