@@ -30,29 +30,29 @@ def find_shipped(name: str, *, kind: Kind) -> Path:
     """Return the shipped description with that name or alias; case, dashes and an organisation prefix are ignored."""
     if _is_path(name):
         what = "a YAML, a config.json or the folder of a checkpoint" if kind == "model" else "a YAML"
-        near = nearest_words(name, _files_near(name, kind), most=3)
+        near = _nearest_files(name, kind)
         hint = f"nearest: {', '.join(near)}" if near else f"names of shipped {kind}s: 'fcp list {kind}s'"
         raise ProfileError(f"{name} is not {what}, or does not exist; {hint}")
     names, path = _shipped_names(kind), _shipped_path(name, kind)
     if path is not None:
         return path
     keys = {_key(candidate): candidate for candidate in names}
-    near = nearest_words(name, _files_near(name, kind), most=3)
+    near = _nearest_files(name, kind)
     near += [keys[key] for key in nearest_words(_key(name), keys, most=3, cutoff=0.5)]
     hint = f"nearest: {', '.join(near[:3])}" if near else f"known: {', '.join(shipped_names(kind))}"
     other = "or give a YAML or the folder of a checkpoint" if kind == "model" else "or give a YAML"
     raise ProfileError(f"unknown {kind} {name!r}; {hint}; {other}")
 
 
-def _files_near(name: str, kind: Kind) -> list[str]:
-    """Return the descriptions in the folder that a name would be in, written as it is."""
+def _nearest_files(name: str, kind: Kind) -> list[str]:
+    """Return the descriptions with the most similar names in the folder that a name points to, written as it is."""
     start = name[: name.rfind("/") + 1]
     try:
         found = list(Path(start).expanduser().iterdir())
     except (OSError, RuntimeError):
         return []
     files = (one for one in found if one.suffix in _YAML or (kind == "model" and (one / "config.json").is_file()))
-    return [f"{start}{one.name}" for one in files]
+    return nearest_words(name, [f"{start}{one.name}" for one in files], most=3)
 
 
 def is_shipped(name: str, *, kind: Kind) -> bool:

@@ -57,14 +57,14 @@ class RunSummary:
         if self.last["loss"] is not None:
             parts.append(f"loss {_loss(self.first)} -> {_loss(self.last)}")
         parts.append(f"{short_count(self.tokens)} tokens in {duration(self.seconds)}")
-        number, seconds, planned = self._paced
-        if not number:
+        if (slowdown := self.slowdown) is None:
             took, planned = self.last["seconds"], self.last["predicted_seconds"]
             return (
                 f"{', '.join(parts)}; the last step took {duration(took)} with its warm-up, planned {duration(planned)}"
             )
+        number, seconds, planned = self._paced
         mean = f"a step took {duration(seconds / number)}, planned {duration(planned / number)}"
-        return f"{', '.join(parts)}; {mean} (x{seconds / planned:.2f})"
+        return f"{', '.join(parts)}; {mean} (x{slowdown:.2f})"
 
 
 def closing_line(summary: RunSummary, paths: RunPaths) -> str:

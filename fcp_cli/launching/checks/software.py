@@ -27,8 +27,13 @@ _LAYERS_PER_BLOCK = "--num-layers-per-virtual-pipeline-stage"
 _COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 # Arguments by which a script is known to be Megatron's: others may mean something else by --global-batch-size.
 _OF_MEGATRON = (
-    *(*PARALLEL_ARGUMENTS, "--micro-batch-size", "--train-iters", "--transformer-impl"),
-    *("--recompute-granularity", "--use-distributed-optimizer", "--use-megatron-fsdp"),
+    *PARALLEL_ARGUMENTS,
+    "--micro-batch-size",
+    "--recompute-granularity",
+    "--train-iters",
+    "--transformer-impl",
+    "--use-distributed-optimizer",
+    "--use-megatron-fsdp",
 )
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 

@@ -99,8 +99,8 @@ class ReadBatch:
 
 def read_batches(stream: Iterable[Any], settings: OnlineSettings, *, step: int, sequence: int) -> Iterator[ReadBatch]:
     """Read a stream in whole batches; the first has the number `step`, and its first sequence `sequence`."""
-    for place, items in enumerate(_batches(iter(stream), settings, sequence)):
-        yield ReadBatch(step=step + place, first_sequence=sequence, items=items)
+    for number, items in enumerate(_batches(iter(stream), settings, sequence), start=step):
+        yield ReadBatch(step=number, first_sequence=sequence, items=items)
         sequence += len(items)
 
 

@@ -77,12 +77,11 @@ def conversation_at(file: Path, at: int, pictures: tuple[int, int]) -> Conversat
         found = next(tar_samples(file, at, partial(_add_member, file)), None)
         if found is None:
             raise ManifestError(f"{file} at byte {at} is gone; build the manifest again")
-        record, place = found[0], f"{file}: {found[1]}"
-    elif file.suffix in DATA_SUFFIXES:
-        place = place_of(file, at)
+        return _conversation(found[0], file, f"{file}: {found[1]}", at, 0)
+    place = place_of(file, at)
+    if file.suffix in DATA_SUFFIXES:
         record = _of_table(file, at, place, dict(zip(("image", "video"), pictures, strict=True)))
     else:
-        place = place_of(file, at)
         record = record_at(file, at, place)
     return _conversation(record, file, place, at, 0)
 
