@@ -9,13 +9,11 @@ from typing import Any
 import torch
 import transformers
 
+from tests.runtime.models import SMALL_DECODER
+
 _SIZES: Mapping[str, Any] = {
     "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **SMALL_DECODER,
     "head_dim": 8,
     "max_position_embeddings": 512,
     "pad_token_id": 0,

@@ -13,18 +13,14 @@ from torch.overrides import TorchFunctionMode
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 from fcp_cli.verification.replay import Replayed, gradients_alone
-from tests.runtime.models import Recomputation
+from tests.runtime.models import SMALL_DECODER, Recomputation
 from tests.runtime.models import recompute as switch_on
 
 LINEAR: Mapping[str, Any] = {
     "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **SMALL_DECODER,
     "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,

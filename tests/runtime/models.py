@@ -40,6 +40,14 @@ LEVELS = (
     RecomputeLevel(recompute="selective", tokens=40, seconds_per_token=2e-5),
 )
 VOCAB_SIZE = TinyConfig().vocab_size
+# Of decoders of transformers: fewer key/value heads than query heads.
+SMALL_DECODER: Mapping[str, int] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,11 +136,7 @@ def hugging_face(family: Family, dtype: torch.dtype, *, tied: bool = False) -> t
 
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **SMALL_DECODER,
         "head_dim": 8,
         "tie_word_embeddings": tied,
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from fcp_cli.vision import gemma3, gemma4, internvl, qwen2_5_vl, qwen3_vl
 from fcp_cli.vision.parts import VisualSequence
 from tests.runtime.linear_models import LINEAR, InDouble
+from tests.runtime.models import SMALL_DECODER
 from tests.runtime.vision_inputs import (
     END,
     IMAGE,
@@ -109,14 +110,7 @@ def _in_double(made: Any) -> Any:
     return made
 
 
-_DECODER: Settings = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+_DECODER: Settings = {"vocab_size": VOCAB_SIZE, **SMALL_DECODER}
 _HEADS_OF_8: Settings = {**_DECODER, "head_dim": 8}
 _WINDOWS: Settings = {
     **_HEADS_OF_8,

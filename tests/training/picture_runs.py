@@ -31,6 +31,7 @@ from tests.manifest.picture_checkpoint import (
     write_clip,
     write_processor,
 )
+from tests.runtime.models import SMALL_DECODER
 from tests.training.small_runs import NUM_RANKS, write_small_plan
 
 ROWS = 24
@@ -43,11 +44,7 @@ def config(family: Family, tokenizer: Any) -> Any:
 
     text = {
         "vocab_size": 288,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **SMALL_DECODER,
         "head_dim": 8,
     }
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
