@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.manifest.table.summary import PERCENTILES, summarize
+from fcp_cli.manifest.table.summary import PERCENTILES, count_pictures, summarize
 from fcp_cli.manifest.table.table import LengthTable
+from tests.manifest.datasets import write_parquet
 
 
 def table_of(lengths: list[int]) -> LengthTable:
@@ -53,3 +56,10 @@ def test_the_document_is_valid_json() -> None:
         {"from_tokens": 2, "to_tokens": 4, "sequences": 1, "tokens": 3},
         {"from_tokens": 4, "to_tokens": 8, "sequences": 1, "tokens": 5},
     ]
+
+
+def test_pictures_are_counted_over_all_the_batches_that_a_manifest_is_read_in(tmp_path: Path) -> None:
+    rows = 100_000  # Arrow reads 65,536 at a time
+    columns = {"length": np.full(rows, 9), "num_images": np.full(rows, 2), "vision_patches": np.arange(rows)}
+    write_parquet(pa.table(columns), tmp_path / "m.parquet")
+    assert count_pictures(tmp_path / "m.parquet") == {"num_images": 2 * rows, "vision_patches": sum(range(rows))}
