@@ -1,9 +1,10 @@
-"""Choose few groups for all rings of a plan, for back ends that need a communicator per ring.
+"""A catalogue of few groups for all rings of a plan, for back ends that need a process group per ring.
 
-Ranks of a node are alike, and so are nodes: which ranks a ring gets matters little, which degrees a wave can lay side
-by side matters much. A sample of steps is planned with many more groups than are allowed; those of least use are
-dropped, some at a time, and the sample is planned again, until the limit holds. This is done by several measures of
-use, since none is best everywhere; their choices compete on the sample with the blocks of a binary tree.
+All ranks of a node are equivalent, and so are all nodes. The choice of ranks for a ring therefore matters little; the
+choice of degrees that fit side by side in a wave matters much. A sample of steps is planned with many more groups than
+the limit allows. The least used groups are dropped, a fraction per round, and the sample is planned again until the
+limit holds. No measure of use is best everywhere, so several are tried. Their catalogues compete on the sample with
+the blocks of a binary tree.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable, Mapping
 
 from fcp_cli.errors import UsageError
 
-_CHOOSING_RANKS = 256  # above, choosing among so many groups would take longer than planning
-# Share of groups kept in a round; a group is worth its uses times its degree, to these powers. No rule is always best.
+_CHOOSING_RANKS = 256  # above, choosing groups would take longer than planning
+# (share of groups kept per round, power of a group's uses, power of its degree); the product of both is its value.
 _RULES = (0.8, 1, 4), (0.8, 2, 3), (0.8, 2, 4), (0.9, 2, 2)
 
 
@@ -29,18 +30,18 @@ def choose_groups(
 
     Args:
         max_groups: the limit.
-        num_ranks, ranks_per_node: the machine.
-        trial: plans the sample with the given groups (widest first) only; returns its predicted seconds, and the
-            micro-batches on each group.
+        num_ranks, ranks_per_node: the cluster.
+        trial: plans the sample with only the given groups (widest first); returns its predicted seconds and the number
+            of micro-batches on each group.
     """
     best = tree_groups(max_groups, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     if num_ranks > _CHOOSING_RANKS:
         return best
-    # A tree of halves has fewer than twice as many blocks as leaves: this is all of them.
+    # A binary tree has fewer than twice as many blocks as leaves, so this limit keeps all of them.
     everything = tree_groups(2 * num_ranks, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     candidates = _widest_first([*everything, *_candidates(num_ranks, ranks_per_node)])
     (least, _), (_, all_uses) = trial(best), trial(candidates)
-    # All rules begin with the same trial, of every candidate.
+    # All rules share the trial of all candidates.
     for kept, use_power, degree_power in _RULES:
         groups, seconds, uses = candidates, math.inf, all_uses
         while len(groups) > max_groups:
@@ -54,9 +55,9 @@ def choose_groups(
 
 
 def tree_groups(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list[range]:
-    """Return at most `max_groups` blocks of a tree over nodes and ranks, and of three, six, ... nodes; widest first.
+    """Return at most `max_groups` blocks, widest first: of a tree over nodes and ranks, and of three, six, ... nodes.
 
-    The tree is walked level by level from the top, so that wherever the limit falls wide rings can run on all nodes.
+    The tree is walked level by level from the top, so wide rings can run on all nodes under any limit.
     """
     if max_groups < 1:
         raise UsageError(f"--max-groups is {max_groups}; at least one group, of all ranks, is needed")
@@ -67,16 +68,15 @@ def tree_groups(max_groups: int, *, num_ranks: int, ranks_per_node: int) -> list
 
 
 def _by_value(groups: list[range], values: Mapping[range, int], tree: list[range]) -> list[range]:
-    """Sort: all ranks, then by falling value; groups that the sample never used come last, the tree's blocks before
-    others.
+    """Sort groups by falling value, after the group of all ranks; on ties the tree's blocks come first.
 
-    Values are integers: powers of floats may differ between machines.
+    Values are integers, since powers of floats may differ between machines.
     """
     everyone = max(groups, key=len)
     in_tree = set(tree)
 
     def key(block: range) -> tuple[bool, int, bool]:
-        # All ranks first, so that they stay under any limit: the longest sequence needs them.
+        # All ranks first, so that they survive any limit: the longest sequence may need them.
         return block != everyone, -values[block], block not in in_tree
 
     return sorted(groups, key=key)
@@ -87,12 +87,15 @@ def _widest_first(groups: list[range]) -> list[range]:
 
 
 def _candidates(num_ranks: int, per_node: int) -> list[range]:
-    """List every degree in a node, from either end; across nodes four degrees per doubling, at starts of that grain."""
+    """List the groups to choose from.
+
+    Inside a node: every degree, from both ends. Across nodes: four degrees per doubling, with starts on the same grid.
+    """
     groups = []
     for first in range(0, num_ranks, per_node):
         stop = min(first + per_node, num_ranks)
         for degree in range(2, stop - first + 1):
-            # From both ends, so that groups of two degrees may share a node.
+            # From both ends, so that groups of two degrees can share a node.
             groups += [range(start, start + degree) for start in range(first, stop - degree + 1, degree)]
             groups += [range(end - degree, end) for end in range(stop, first + degree - 1, -degree)]
     octave = per_node
@@ -106,7 +109,7 @@ def _candidates(num_ranks: int, per_node: int) -> list[range]:
 
 
 def tree_blocks(num_ranks: int, per_node: int) -> list[range]:
-    """List the blocks of the tree that hold two ranks or more, level by level."""
+    """List the tree's blocks of two or more ranks, level by level."""
     blocks: list[range] = []
     level = [range(num_ranks)]
     while level:
@@ -117,7 +120,7 @@ def tree_blocks(num_ranks: int, per_node: int) -> list[range]:
 
 
 def _three_quarters(num_ranks: int, per_node: int) -> list[range]:
-    """List three nodes, six, twelve, ... from the left: between the powers of two a long ring would waste most."""
+    """List the first 3, 6, 12, ... nodes: without them, long rings between powers of two would waste the most ranks."""
     wide = []
     nodes = 3
     while nodes * per_node < num_ranks:
@@ -127,7 +130,7 @@ def _three_quarters(num_ranks: int, per_node: int) -> list[range]:
 
 
 def _halves(block: range, per_node: int) -> tuple[range, range]:
-    """Cut a block of nodes in two blocks of nodes, or a node's ranks in two."""
+    """Split a block at a node boundary, or a block inside a node in half."""
     nodes = -(-len(block) // per_node)
     left = -(-nodes // 2) * per_node if nodes > 1 else -(-len(block) // 2)
     return block[:left], block[left:]

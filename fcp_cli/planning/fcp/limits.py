@@ -1,4 +1,4 @@
-"""The solver `fcp` for the batches of a plan: its options, groups chosen under a limit, and what a limit costs."""
+"""The solver `fcp` for the batches of a plan: its options, groups chosen under a limit, and the price of a limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_solver(
     Args:
         batches: the batches to plan.
         max_degree: 1 forbids rings; None: no limit.
-        max_groups: most groups of degree > 1 over the whole plan; None: no limit.
+        max_groups: maximum number of groups of degree > 1 over the whole plan; None: no limit.
         max_peers: most distinct ring neighbours per rank over the whole plan; None: no limit.
     """
     problem = batches.problem
@@ -66,7 +66,7 @@ def make_solver(
 
 
 def require_heads_to_hold(batches: GlobalBatches) -> None:
-    """Check that as many ranks as may share the heads hold every sequence."""
+    """Raise UsageError if the widest Ulysses group cannot hold the longest sequence."""
     problem = batches.problem
     assert problem.profile.heads is not None, "a problem splits heads under a profile that prices it"
     most = max((1, *problem.profile.heads.degrees(problem.num_ranks)))
@@ -89,12 +89,12 @@ def _require_no_long(batches: GlobalBatches) -> None:
 
 
 def _tiled(num_ranks: int, degree: int, groups: list[range]) -> bool:
-    """Return whether rings of one degree may run on all ranks side by side."""
+    """Return whether rings of one degree can cover all ranks side by side."""
     return degree == 1 or all(range(first, first + degree) in groups for first in range(0, num_ranks, degree))
 
 
 def _trial(solver: FcpSolver, sample: list[Batch]) -> tuple[float, Mapping[range, int]]:
-    """Return the predicted seconds of a sample of steps, and the micro-batches on each group."""
+    """Return the predicted seconds of a sample of steps, and the number of micro-batches on each ring group."""
     seconds, uses = 0.0, Counter[range]()
     for batch in sample:
         found = solver.assign(batch)
@@ -107,12 +107,12 @@ def _trial(solver: FcpSolver, sample: list[Batch]) -> tuple[float, Mapping[range
 
 
 def limit_price(limited: FcpSolver, batches: GlobalBatches) -> float:
-    """Return the price of a limit: predicted seconds with it / without it - 1, over steps spread over the plan.
+    """Return the price of a limit: predicted seconds with it / without it - 1, over evenly spaced steps.
 
-    If the plan is long enough, other steps than those that the groups were chosen on.
+    If the plan is long enough, these differ from the steps that the groups were chosen on.
     """
     free = make_solver(batches)
-    # Half a stride from the steps that the groups were chosen on.
+    # Half a stride away from the steps that the groups were chosen on: they would flatter the limit.
     sample = [batches.batch(step) for step in spread_steps(len(batches), _PRICED_STEPS, phase=0.5)]
     seconds = [sum(makespan_seconds(s.assign(b), b, batches.problem) for b in sample) for s in (limited, free)]
     return seconds[0] / seconds[1] - 1.0

@@ -1,20 +1,20 @@
-"""Plans steps of pipelines: equally long micro-batches, judged by the exact timeline.
+"""Planning for pipeline parallelism: micro-batches of equal duration, judged by the exact timeline.
 
-A pipeline of P stages waits about P - 1 of its micro-batches per step, a micro-batch on its own takes P times its
-seconds, and behind one that is longer than its neighbours all stages wait. So micro-batches that run at the same time
-should take equally long (ByteScale's PP-Balance puts like with like), and the choice is how long: short ones make small
-bubbles, but each costs its fixed seconds, and a ring its messages. For each of several lengths of a micro-batch:
+The bubble of a P-stage pipeline is about P - 1 micro-batches per step, and all stages wait behind a micro-batch that is
+longer than its neighbours. Micro-batches that run at the same time should therefore take equally long (as in
+ByteScale's PP-Balance). The open question is how long. Short ones make small bubbles, but each pays the fixed cost of a
+micro-batch, and of its ring's messages. For each of several target durations:
 
-    a sequence that one rank cannot run in that time, or hold, becomes a ring of the narrowest block of ranks that can
-    rings run first, the widest first, each on the block of its width that would be ready first
-    all else goes, longest first, to the rank that would be ready first, and there into micro-batches of similar length
+    a sequence that one rank cannot hold or run in that time becomes a ring on the narrowest block of ranks that can
+    rings run first, widest first, each on the block of its width that is ready first
+    all other sequences go, longest first, to the rank that is ready first, into micro-batches of similar duration
 
-A rank of a long ring waits for it P - 1 times; either that is forgotten, and all ranks run equally many micro-batches,
-or it counts, and other work there counts by half, since it runs in that time. Blocks of ranks lie within each other
-(halves of halves), so that replicas that share a ring have shared the same rings before: no two ever wait for each
-other in a cycle. Blocks of three eighths and the like, which leave others to replicas outside the longest sequence, are
-tried, too. Whatever else is planned for the same batch competes. The quickest answers are tried in other orders
-(`wave_orders`); then micro-batches on the critical path change places with their neighbours while that helps.
+A rank of a long ring waits for it P - 1 times. One variant ignores that, and all ranks run equally many micro-batches.
+The other counts it, and counts other work on those ranks by half, since it overlaps with the wait. Blocks are nested
+(halves of halves), so replicas that share a ring have run the same rings before, and no wait can form a cycle. Blocks
+of three, five, six and seven eighths are tried as well: they keep some replicas out of the longest sequence's ring.
+Plans made without stages compete. The fastest answers are then tried with their waves in other orders
+(`wave_orders`). Finally, micro-batches on the critical path swap with neighbours while that helps.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from fcp_cli.planning.work import work_on
 from fcp_cli.simulation.layout import AssignedSequences, Replicas, lay
 from fcp_cli.simulation.pipeline import Pipelines, better_places, makespan_seconds
 
-# Lengths of micro-batches, as shares of the least that a step can take; no powers, whose last bit differs by machine.
+# Target durations of micro-batches, as shares of the least step time. Literals: powers may differ in the last bit.
 _SHARES = 0.02, 0.026, 0.034, 0.044, 0.057, 0.073, 0.095, 0.12, 0.16, 0.21, 0.27, 0.35, 0.45, 0.6
-_BUDGETS = 1.0, 0.7, 0.5, 0.35, 0.25  # parts of the token budget that plainer plans are made for
-_NEAR = 1.02, 1.1, 1.5  # of the least that a ring can take: wider ones cost more than they save
-_NEXT = 3  # lengths: how far from the best to try others
-_IN_SHADOW = 0.5  # of work in parallel to a long ring: the rest runs while the pipeline waits for the ring anyway
-_FAR = 1.4  # of the quickest step so far: limit of a layout to be tried in another order
-_HOPELESS = 1.03  # of the quickest step so far: limit of an order to be kept
-_REORDERED = 10  # answers, the quickest ones, whose waves are tried in other orders
-_IMPROVED = 5  # answers, the quickest ones, whose micro-batches then change places
-_REACH = 3  # waves: how far away a neighbour may be
-_RUNS, _LEAST_RUNS = 60_000, 20  # of micro-batches, in runs of the timeline for each of those answers
+_BUDGETS = 1.0, 0.7, 0.5, 0.35, 0.25  # shares of the token budget for plans without stages
+_NEAR = 1.02, 1.1, 1.5  # x a sequence's least seconds: accepted for a ring, since wider ones cost more than they save
+_NEXT = 3  # durations tried on either side of the best
+_IN_SHADOW = 0.5  # counted share of work on ranks of a long ring: the rest runs while they wait for the ring anyway
+_FAR = 1.4  # x the fastest step so far: limit of a layout to be tried in another order
+_HOPELESS = 1.03  # x the fastest step so far: limit of an order to be kept
+_REORDERED = 10  # fastest answers whose waves are tried in other orders
+_IMPROVED = 5  # fastest answers whose micro-batches then swap
+_REACH = 3  # waves between micro-batches that may swap
+_RUNS, _LEAST_RUNS = 60_000, 20  # micro-batches simulated per improved answer, and fewest simulations of it
 
 
 def replicas_of(problem: Problem, inputs: PlannerInputs) -> Replicas:
-    """Return the ranks, with blocks that halve them repeatedly, the only ones that may be groups.
+    """Return the replicas and the blocks of them that may be groups: repeated halves.
 
-    If any neighbours may be a group, there are blocks of three, five, six and seven eighths, too, from either end.
+    If any neighbours may form a group, blocks of three, five, six and seven eighths, from either end, are added.
     """
     n, unit = problem.num_ranks, problem.ranks_per_node if problem.num_ranks > problem.ranks_per_node else 1
     found: dict[int, list[int]] = {1: list(range(n))}
@@ -68,7 +68,7 @@ def replicas_of(problem: Problem, inputs: PlannerInputs) -> Replicas:
         for eighths in (3, 5, 6, 7):
             degree = n * eighths // 8 // unit * unit
             if degree > 1:
-                # From either end: the ranks beside the block are then neighbours, too.
+                # From either end, so that the remaining ranks are neighbours, too.
                 found.setdefault(degree, [0, n - degree])
     degrees = sorted(found)
     return Replicas(
@@ -83,7 +83,7 @@ def replicas_of(problem: Problem, inputs: PlannerInputs) -> Replicas:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStep:
-    """A simulated step: its original form, with its waves if any; the costs of its micro-batches; its seconds."""
+    """A simulated step: its assignment, with waves if it has any; the prices of its micro-batches; its seconds."""
 
     made: Assignment
     prices: Prices
@@ -91,16 +91,16 @@ class PipelineStep:
 
     @classmethod
     def of(cls, made: Assignment, batch: Batch, problem: Problem, limit: float = np.inf) -> PipelineStep:
-        """Price and run a step."""
+        """Price and simulate a step."""
         return cls.priced(made, assignment_prices(made, batch, problem), batch, problem, limit)
 
     @classmethod
     def priced(
         cls, made: Assignment, prices: Prices, batch: Batch, problem: Problem, limit: float = np.inf
     ) -> PipelineStep:
-        """Run a step; one that takes more than `limit` seconds counts as endless."""
+        """Simulate a step; its seconds are infinite if they exceed `limit`."""
         degrees = sizes_of(made.rank_offsets)
-        # A replica runs its own micro-batches in turn: one that is busy for longer needs no timeline.
+        # A replica runs its micro-batches one after the other, so its busy time is a bound: skip the simulation.
         if np.bincount(made.ranks, np.repeat(prices.seconds, degrees)).max() > limit:
             return cls(made=made, prices=prices, seconds=np.inf)
         if problem.sync == "microbatch":
@@ -110,19 +110,19 @@ class PipelineStep:
         return cls(made=made, prices=prices, seconds=makespan_seconds(step, limit))
 
     def reordered(self, place: IntArray, batch: Batch, problem: Problem, limit: float = np.inf) -> PipelineStep:
-        """Return the same micro-batches by these places, which become their waves."""
+        """Return the step with its micro-batches moved to the waves `place`."""
         prices = self.prices.take(np.argsort(place, kind="stable"))
         return PipelineStep.priced(reordered(self.made, place), prices, batch, problem, limit)
 
     def answer(self, problem: Problem) -> Assignment:
-        """Return the step as the sync has it."""
+        """Return the assignment, without waves under `iteration`."""
         if problem.sync == "microbatch":
             return self.made
         return replace(self.made, wave=np.full_like(self.made.wave, -1))
 
 
 def quickest_of(candidates: Iterable[PipelineStep], batch: Batch, problem: Problem) -> Assignment:
-    """Return the candidate that the timeline ends first, in the best order that other ones and swaps make of it."""
+    """Return the candidate with the shortest timeline, after trying other orders and swaps on the fastest ones."""
     found = list(candidates)
     limit = min(one.seconds for one in found)
     for one in _quickest(found, _REORDERED):
@@ -134,7 +134,7 @@ def quickest_of(candidates: Iterable[PipelineStep], batch: Batch, problem: Probl
 
 
 def _quickest(found: list[PipelineStep], count: int) -> list[PipelineStep]:
-    """Return the quickest that have waves, one of each time, and of each set of micro-batches."""
+    """Return the `count` fastest steps with waves, one per set of micro-batches (identified by its summed seconds)."""
     quickest: dict[float, PipelineStep] = {}
     for one in sorted(found, key=lambda one: one.seconds):
         if one.made.wave[0] >= 0 and np.isfinite(one.seconds):
@@ -143,16 +143,16 @@ def _quickest(found: list[PipelineStep], count: int) -> list[PipelineStep]:
 
 
 def _swapped(one: PipelineStep, batch: Batch, problem: Problem) -> PipelineStep:
-    """Return the best order of micro-batches that swaps along the critical path find, as waves again."""
+    """Return the step, in waves again, after swapping micro-batches along its critical path."""
     rows, prices = _in_waves(one.made, one.prices, batch, problem)
     step = _laid_out(rows, prices, problem)
-    # Fewer runs of larger steps, so that a step takes about as long to improve whatever its size.
+    # Larger steps are simulated fewer times, so that planning time hardly depends on the size.
     places = better_places(step, reach=_REACH, most_runs=max(_RUNS // len(rows), _LEAST_RUNS))[~rows.is_idle]
     return one.reordered(np.unique(places, return_inverse=True)[1], batch, problem)
 
 
 def _in_waves(made: Assignment, prices: Prices, batch: Batch, problem: Problem) -> tuple[StepPlan, Prices]:
-    """Return the step with idle rows, so that every replica has work in every wave, and their prices."""
+    """Return the step with idle rows, so that every replica has a micro-batch in every wave, and all prices."""
     rows = with_idle_rows(made, batch, problem)
     return rows, prices.spread(~rows.is_idle)
 
@@ -165,7 +165,7 @@ def _laid_out(rows: Assignment | StepPlan, prices: Prices, problem: Problem) -> 
 
 
 class _Lengths:
-    """Lays one batch out for lengths of rings and of other micro-batches, each choice once."""
+    """Layouts of one batch by target duration of rings and of other micro-batches, each tried once."""
 
     def __init__(self, batch: Batch, problem: Problem, replicas: Replicas) -> None:
         self._batch, self._problem, self._replicas = batch, problem, replicas
@@ -177,27 +177,27 @@ class _Lengths:
         self.lengths = [replicas.microbatch_seconds + least * share for share in _SHARES]
         self._columns = [_ring_columns(self._table, length, near) for near in _NEAR for length in self.lengths]
         known = [columns.tobytes() for columns in self._columns]
-        self._same = [known.index(one) for one in known]  # the first choice that gives the same rings
+        self._same = [known.index(one) for one in known]  # first choice with the same rings
 
     @property
     def is_possible(self) -> bool:
-        """Whether every sequence fits in some block."""
+        """Whether every sequence fits into some block."""
         return bool(np.isfinite(self._table).any(axis=1).all())
 
     @property
     def rings(self) -> range:
-        """Choices of rings: every length, with the widest blocks first, then with narrower ones."""
+        """Choices of rings: every duration for each rule of `_NEAR`, in the order of widest to narrowest blocks."""
         return range(len(self._columns))
 
     def tried(self, ring: int, short: int, waits: int) -> Iterator[PipelineStep]:
-        """Yield the step, and with its longest waves between the others, unless it was tried.
+        """Yield the step of a choice and one reordering of it; nothing if the choice was tried before.
 
         Args:
-            ring: the ring of `rings`.
-            short: those of `lengths`, for micro-batches outside rings.
-            waits: 1 if waits of ranks for long rings count; else 0.
+            ring: index in `rings`.
+            short: index in `lengths`, for micro-batches outside rings.
+            waits: 1 to count the waits of ranks for long rings, else 0.
         """
-        # Lengths that give the same rings count as one.
+        # Durations that give the same rings are the same choice.
         key = self._same[ring], short, waits
         if key in self.found:
             return
@@ -217,7 +217,7 @@ class _Lengths:
         work, columns = self._batch.work, self._columns[ring]
         degrees, total = self._replicas.degrees[columns], work.total_seconds
         sequences = AssignedSequences(
-            # Rings by falling degree, which stand before the rest, of degree 1.
+            # By falling degree, so that rings come before single ranks.
             order=np.lexsort((-total, -degrees)),
             column=columns,
             seconds=self._table[np.arange(len(columns)), columns],
@@ -240,10 +240,10 @@ class _Lengths:
 
 
 def equal_length_candidates(batch: Batch, problem: Problem, replicas: Replicas) -> Iterator[PipelineStep]:
-    """Yield the layouts of a batch by the module's description, for each length of rings and of other micro-batches.
+    """Yield layouts of a batch (see the module), for durations of rings and of other micro-batches.
 
-    First rings and the rest get one length, from long to short, then each of the two another near the best with the
-    other.
+    First both have the same duration, from long to short. Then each is varied around the best found, with the other
+    fixed.
     """
     tries = _Lengths(batch, problem, replicas)
     if not tries.is_possible:
@@ -260,19 +260,19 @@ def equal_length_candidates(batch: Batch, problem: Problem, replicas: Replicas) 
         ring, short, waits = min(tries.found, key=tries.found.__getitem__)
         for length in tries.rings[max(ring - _NEXT, 0) : ring + _NEXT + 1]:
             yield from tries.tried(length, short, waits)
-        # The same length, with the next rule of how wide its rings may be.
+        # The same duration with the next rule of `_NEAR`.
         yield from tries.tried((ring + count) % len(tries.rings), short, waits)
 
 
 def _ring_columns(table: FloatArray, ring: float, near: float) -> IntArray:
-    """Return [sequences] the column of the narrowest block that takes no longer than `ring`, or near its least."""
+    """Return [sequences] the column of the narrowest block within `ring` seconds or `near` x the sequence's least."""
     enough = np.maximum(ring, near * table.min(axis=1))
-    # Degrees rise, so the first column that is quick enough is the narrowest block.
+    # Degrees rise, so the first column that is fast enough is the narrowest block.
     return np.asarray(np.argmax(table <= enough[:, None], axis=1))
 
 
 def _seconds_by_degree(batch: Batch, problem: Problem, replicas: Replicas) -> FloatArray:
-    """Return [sequences, degrees] the seconds of each sequence by itself on a block; infinite if it does not fit."""
+    """Return [sequences, degrees] the seconds of each sequence alone on a block; infinite if it does not fit."""
     columns = []
     for degree in replicas.degrees.tolist():
         work = work_on(batch.work, degree, problem)
@@ -280,7 +280,7 @@ def _seconds_by_degree(batch: Batch, problem: Problem, replicas: Replicas) -> Fl
             problem.profile,
             work,
             degree=degree,
-            # The tree halves nodes, so its blocks that are no wider than a node lie inside one.
+            # Blocks are aligned to nodes, so those no wider than a node lie inside one.
             crosses_nodes=degree > problem.ranks_per_node,
         )
         columns.append(np.where(work.tokens <= degree * problem.tokens_per_rank, alone, np.inf))
@@ -288,7 +288,7 @@ def _seconds_by_degree(batch: Batch, problem: Problem, replicas: Replicas) -> Fl
 
 
 def plain_problems(problem: Problem, longest_tokens: int) -> Iterator[Problem]:
-    """Yield the step's plans without pipelines: as waves at parts of the token budget, or timelines."""
+    """Yield problems without stages: waves at shares of the token budget, and timelines at the full one."""
     multiple = problem.padding_multiple or 1
     syncs: tuple[Sync, ...] = ("microbatch", "iteration")
     for part in _BUDGETS:

@@ -1,9 +1,9 @@
-"""Cuts a step on very many ranks into parts that are alike, so that a search of one serves all.
+"""Equivalent parts of a step on very many ranks, so that a search of one part serves all.
 
-Sequences are dealt by falling work, each to the part with the least work a rank so far: of thousands, parts get the
-same work and similar lengths. Only the first part, which has the longest sequence, is searched; the others follow the
-targets that it found. So the time of a step grows with its sequences and not with their product with the ranks, in
-which searches for a place end up, and most sequences are passed a few times instead of dozens.
+Sequences are dealt by falling work, each to the part with the least work per rank so far. With thousands of sequences,
+all parts get equal work and similar lengths. Only the first part, which has the longest sequence, is searched; the
+others follow the targets that it found. Planning time then grows with the number of sequences instead of sequences x
+ranks, and most sequences are visited a few times instead of dozens.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fcp_cli.planning.compiled.alone import work_in_rings
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
 from fcp_cli.planning.compiled.room_tree import dealt
 
-_PART_RANKS = 8192  # at least: rings are no wider than a part, and on fewer ranks few wide ones fit side by side
-_UNLIKE = 1e-3  # relative; parts whose work differs by more from the mean are not alike
+_PART_RANKS = 8192  # fewest per part: no ring is wider than its part, and few wide ones fit side by side in small parts
+_UNLIKE = 1e-3  # relative excess over the mean work above which parts are not equivalent
 
 
 class RankPart(NamedTuple):
-    """Neighbouring ranks of whole nodes, from rank `first` on, and the sequences that were dealt to them.
+    """Neighbouring ranks of whole nodes, from rank `first` on, and the sequences dealt to them.
 
-    `members` are the sequences' positions in the whole step.
+    `members` are the positions of its sequences in the whole step.
     """
 
     first: int
@@ -37,9 +37,9 @@ class Groups(NamedTuple):
     """Groups of neighbouring ranks with their packs.
 
     Attributes:
-        group_of: [sequences] group of each.
+        group_of: [sequences] group of each sequence.
         wave, degree, first_rank: [groups].
-        key: [groups] by which the groups of a wave are ordered.
+        key: [groups] sort key within a wave.
     """
 
     group_of: IntArray
@@ -50,31 +50,32 @@ class Groups(NamedTuple):
 
 
 def has_parts(inputs: PlannerInputs) -> bool:
-    """Return whether there are ranks for two parts, between which groups may be cut."""
+    """Return whether there are enough ranks for two parts, and no catalogue of groups that a cut could split."""
     enough = inputs.num_ranks >= 2 * _PART_RANKS >= 2 * inputs.ranks_per_node
     return enough and not len(inputs.group_first)
 
 
 def rank_parts(sequences: Sequences, inputs: PlannerInputs) -> list[RankPart]:
-    """Cut a step, by falling work, into parts that are alike; return none if there are too few ranks for two.
+    """Cut a step, sorted by falling work, into equivalent parts; return [] if it cannot be cut.
 
-    None either if groups come from a catalogue, or if a few sequences hold so much work that parts would differ.
+    It cannot if `has_parts` is false, if there are fewer sequences than ranks, if the longest sequence does not fit
+    into a part, or if a few sequences hold so much work that the parts would differ.
     """
     if not has_parts(inputs) or len(sequences.work) < inputs.num_ranks:
         return []
     count, per_node = inputs.num_ranks // _PART_RANKS, inputs.ranks_per_node
-    # Parts begin at nodes, so that a group lies in its part as it would lie among all ranks.
+    # Parts begin at node boundaries, so that a group crosses the same nodes in its part as in the step.
     firsts = np.arange(count) * (inputs.num_ranks // per_node) // count * per_node
     ranks = np.diff(firsts, append=inputs.num_ranks)
     if int(sequences.tokens.max()) > int(ranks.min()) * inputs.tokens_per_rank:
         return []
-    # What rings add loads their part, too.
+    # With the rank-seconds that rings add.
     work = work_in_rings(np.inf, sequences, inputs)
     part_of = dealt(work, ranks)
     share = np.bincount(part_of, weights=work, minlength=count) / ranks
     if share.max() > (1.0 + _UNLIKE) * share.mean():
         return []
-    # Stable: within its part each sequence keeps its place by falling work.
+    # Stable, so that the sequences of a part stay sorted by falling work.
     by_part = np.argsort(part_of, kind="stable")
     cuts = np.cumsum(np.bincount(part_of, minlength=count))[:-1]
     return [
@@ -82,7 +83,7 @@ def rank_parts(sequences: Sequences, inputs: PlannerInputs) -> list[RankPart]:
             first=int(first),
             members=members,
             sequences=some_of(sequences, members),
-            # Tables of ways are by degree, so those of more ranks serve, too.
+            # The tables of ways are indexed by degree, so those for more ranks remain valid.
             inputs=inputs._replace(num_ranks=int(own)),
         )
         for first, own, members in zip(firsts, ranks, np.split(by_part, cuts), strict=True)
@@ -90,7 +91,7 @@ def rank_parts(sequences: Sequences, inputs: PlannerInputs) -> list[RankPart]:
 
 
 def some_of(sequences: Sequences, members: IntArray) -> Sequences:
-    """Return some of the sequences."""
+    """Return the sequences at these positions."""
     return Sequences(
         attention=sequences.attention[members],
         linear=sequences.linear[members],
@@ -100,7 +101,7 @@ def some_of(sequences: Sequences, members: IntArray) -> Sequences:
 
 
 def joined(parts: list[RankPart], found: list[Groups]) -> Groups:
-    """Return the groups of all parts as those of one step."""
+    """Join the groups of all parts into those of the step."""
     before = np.cumsum([0, *(len(one.wave) for one in found)])
     group_of = np.empty(sum(len(part.members) for part in parts), dtype=np.int64)
     for part, one, first in zip(parts, found, before, strict=False):

@@ -19,25 +19,25 @@ from fcp_cli.planning.fcp.rank_parts import Groups, RankPart, joined, rank_parts
 from fcp_cli.planning.kernel_inputs import with_recomputation
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
-# Amounts of work, counted so that no result depends on how fast the machine is.
-_TARGETS_PER_WAVE = 24  # candidate targets looked at for each wave
-_FILLS_PER_WAVE = 16  # of which so many are filled
-_WAVES_PER_PART = 24  # at least, by tokens, if a step has twice as many or more
-_PATIENCE = 32  # pairs of waves that may stay as they are, in a row
-_TARGETS_PER_PAIR, _FILLS_PER_PAIR = 12, 6  # of each of its waves
-_EXCHANGES = 300_000  # pairs of sequences compared in one round of balancing; more for more than 1,024 sequences
+# Effort limits are counts, not seconds, so that results do not depend on the machine's speed.
+_TARGETS_PER_WAVE = 24  # candidate targets considered per wave
+_FILLS_PER_WAVE = 16  # of these, how many are filled
+_WAVES_PER_PART = 24  # fewest per part, estimated from tokens; shorter steps are not cut
+_PATIENCE = 32  # consecutive pairs of waves without a gain before regrouping stops
+_TARGETS_PER_PAIR, _FILLS_PER_PAIR = 12, 6  # as above, for each wave of a pair
+_EXCHANGES = 300_000  # pairs of sequences compared per round of balancing; more for more than 1,024 sequences
 
 CLOSE_ENOUGH: Final = 0.005
 """Gap to the proven bound above which optional candidates are tried."""
 
 
 class Found(NamedTuple):
-    """The quickest answer so far.
+    """The fastest assignment so far.
 
     Attributes:
-        assignment: the answer; None: none yet.
+        assignment: the assignment, or None.
         seconds: its predicted makespan; infinite if there is none.
-        name: the name of the candidate that gave it.
+        name: name of the candidate that found it.
     """
 
     assignment: Assignment | None = None
@@ -45,7 +45,7 @@ class Found(NamedTuple):
     name: str = ""
 
     def quicker(self, name: str, other: Assignment | None, batch: Batch, problem: Problem) -> Found:
-        """Return another answer if there is one and it is quicker; on ties keep this one."""
+        """Return `other` if it is faster; on ties or without one, keep this."""
         if other is None:
             return self
         seconds = makespan_seconds(other, batch, problem)
@@ -57,8 +57,8 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: the name in explanations.
-        improve: takes the quickest answer so far, and returns it or a quicker one.
-        above_gap: gap to the bound that the quickest answer must exceed for this to be tried; None: it is always tried.
+        improve: takes the fastest answer so far; returns it or a faster one.
+        above_gap: gap to the bound above which the candidate is tried; None: always.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Candidate(NamedTuple):
 
 
 def best_of(candidates: Iterable[Candidate], bound_seconds: Callable[[], float], found: Found) -> Found:
-    """Return the quickest answer of the candidates, in their order.
+    """Run the candidates in order and return the fastest answer.
 
     Args:
-        candidates: made one at a time, as they are reached.
-        bound_seconds: the proven lower bound of the step, asked for when the first optional candidate is reached.
-        found: an answer that is known already.
+        candidates: candidates, made lazily.
+        bound_seconds: returns the proven lower bound of the step; called at most once, by the first optional candidate.
+        found: the answer to start from.
     """
     bound: float | None = None
     for candidate in candidates:
@@ -87,23 +87,24 @@ def best_of(candidates: Iterable[Candidate], bound_seconds: Callable[[], float],
 def assign_waves(
     order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
 ) -> Assignment | None:
-    """Plan waves; None if that takes as long as a step that is known.
+    """Plan waves; return None if they would take `limit_seconds` or longer.
 
-    A step of very many waves is planned in parts, each with the last wave of the part before: the search looks
-    at all that waits for every wave, so that its time grows with the square of the waves.
+    The search scans all waiting sequences for every wave, so its time grows with the square of the number of waves.
+    A step of very many waves is therefore planned in parts, each replanning the last wave of the part before.
 
     Args:
         order: [sequences] position in the batch of each sequence.
         sequences: the sequences by falling work.
         inputs: the ranks and their prices.
+        limit_seconds: makespan to beat.
     """
     found, held, waves = [], np.empty(0, dtype=np.int64), 0
-    seconds, work = 0.0, float(sequences.work.sum())  # planned, and not yet planned
+    seconds, work = 0.0, float(sequences.work.sum())  # seconds of planned waves; work still to plan
     parts = wave_parts(sequences, inputs)
     alike = rank_parts(sequences, inputs) if len(parts) == 1 else []
     if alike:
         return _waves_in_parts(alike, order, limit_seconds)
-    # What a part may take depends on the others: their sum is compared, below.
+    # With several parts, only their sum can be compared with the limit (below).
     limit = limit_seconds if len(parts) == 1 else np.inf
     for number, part in enumerate(parts, 1):
         # Positions are by falling work, the order that the search expects.
@@ -121,7 +122,7 @@ def assign_waves(
         waves += last
         seconds += float(targets[:last].sum())
         work -= float(own.work[one.group_of >= 0].sum())
-        # What is not planned yet takes as long as it would if shared evenly, at least.
+        # The remaining work takes at least its even share per rank.
         if seconds + work / inputs.num_ranks >= limit_seconds:
             return None
     firsts = np.cumsum([0, *(groups for _, _, groups, _ in found)])
@@ -136,7 +137,7 @@ def assign_waves(
 
 
 def _waves_in_parts(parts: list[RankPart], order: IntArray, limit_seconds: float) -> Assignment | None:
-    """Plan the waves of the first part; those of the others follow its targets."""
+    """Plan the waves of the first part, and those of the others by its targets; None if that fails."""
     first = parts[0]
     targets, widths, written = microbatch.plan(
         limit_seconds, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, True, first.sequences, first.inputs
@@ -146,7 +147,7 @@ def _waves_in_parts(parts: list[RankPart], order: IntArray, limit_seconds: float
     answers = [written]
     for part in parts[1:]:
         answers.append(microbatch.follow(targets, widths, part.sequences, part.inputs))
-        # Not alike after all: its waves leave sequences over.
+        # Not equivalent after all: sequences are left over.
         if answers[-1][2]:
             return None
     found = [
@@ -159,7 +160,7 @@ def _waves_in_parts(parts: list[RankPart], order: IntArray, limit_seconds: float
 def regrouped(
     assignment: Assignment, order: IntArray, sequences: Sequences, inputs: PlannerInputs
 ) -> Assignment | None:
-    """Plan pairs of waves of a step again; None if none of these ends sooner.
+    """Replan pairs of waves of a step; return None if that gains nothing.
 
     Args:
         assignment: the step, on groups of neighbouring ranks.
@@ -169,7 +170,7 @@ def regrouped(
     """
     n, waves = len(order), int(assignment.wave.max()) + 1
     group = np.empty(n, dtype=np.int64)  # of each sequence, by falling work
-    # The inverse of `order`: from positions in the batch to those by falling work.
+    # `argsort(order)` is the inverse of `order`: position in the batch -> position by falling work.
     group[np.argsort(order)[assignment.members]] = np.repeat(
         np.arange(len(assignment.wave)), np.diff(assignment.member_offsets)
     )
@@ -182,7 +183,7 @@ def regrouped(
     )
     if not regrouping.regroup(_PATIENCE, _TARGETS_PER_PAIR, _FILLS_PER_PAIR, places, sequences, inputs) > 0.0:
         return None
-    # A wave has no two groups with the same first rank.
+    # (wave, first rank) identifies a group.
     key = places.wave * inputs.num_ranks + places.first
     _keys, firsts, group_of = np.unique(key, return_index=True, return_inverse=True)
     wave, degree, first = places.wave[firsts], places.degree[firsts], places.first[firsts]
@@ -190,17 +191,17 @@ def regrouped(
 
 
 def wave_parts(sequences: Sequences, inputs: PlannerInputs) -> list[IntArray]:
-    """Cut a step, by falling work, into parts of some dozens of waves, of similar work.
+    """Cut a step, sorted by falling work, into parts of a few dozen waves and similar work.
 
-    The longest sequences, with half of the work, are cut into runs, so that sequences that take equally long stay
-    together; the rest is dealt out, so that all parts can fill their waves.
+    The heaviest sequences, half of the work, are cut into runs, so that sequences of equal duration stay together.
+    The rest is dealt in turn, so that all parts can fill their waves.
     """
     n, count = len(sequences.work), int(sequences.tokens.sum()) // (inputs.num_ranks * inputs.tokens_per_rank)
     count //= _WAVES_PER_PART
     if count < 2:
         return [np.arange(n)]
     done = np.cumsum(sequences.work)
-    # Twice, since the runs end at half of the work; a step without work must not divide by 0.
+    # 2 x count, since the runs cover half of the work; 1e-300 guards a step without work.
     part = np.minimum((2 * count * done / max(done[-1], 1e-300)).astype(np.int64), count - 1)
     light = np.flatnonzero(done > 0.5 * done[-1])
     part[light] = np.arange(len(light)) % count
@@ -210,9 +211,9 @@ def wave_parts(sequences: Sequences, inputs: PlannerInputs) -> list[IntArray]:
 def assign_timelines(
     lower: float, order: IntArray, sequences: Sequences, inputs: PlannerInputs, limit_seconds: float = np.inf
 ) -> Assignment | None:
-    """Plan timelines; None if that takes as long as a step that is known.
+    """Plan timelines, for targets from `lower` seconds on; return None if they would take `limit_seconds` or longer.
 
-    On very many ranks the first of parts that are alike is planned, and the others follow its target.
+    On very many ranks only the first of several equivalent parts is searched; the others follow its target.
     """
     sequences = with_recomputation(sequences, inputs)
     parts = rank_parts(sequences, inputs)
@@ -229,14 +230,14 @@ def assign_timelines(
 
 
 def _timeline_groups(rings: Rings, singles: SingleRankPacks, timeline: Timeline, inputs: PlannerInputs) -> Groups:
-    """Return the rings and the slots in use as groups."""
+    """Return the rings and the open slots of single ranks as groups."""
     count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
     slots = singles.slot_tokens.shape[1]
     bins, slot = np.nonzero(singles.slot_tokens[: inputs.num_ranks + gaps] != CLOSED)
     group_of_slot = np.full((inputs.num_ranks + gaps, slots), -1)
     group_of_slot[bins, slot] = count + np.arange(len(bins))
     in_slot = singles.bin_of >= 0
-    group_of = -2 - singles.bin_of  # riders
+    group_of = -2 - singles.bin_of  # sequences that share a ring's pack store -2 - ring
     group_of[in_slot] = group_of_slot[singles.bin_of[in_slot], singles.slot_of[in_slot]]
     group_of[rings.sequence[:count]] = np.arange(count)
     bin_rank = np.concatenate((np.arange(inputs.num_ranks), timeline.gap_rank[:gaps]))
@@ -246,26 +247,26 @@ def _timeline_groups(rings: Rings, singles: SingleRankPacks, timeline: Timeline,
         wave=np.full(count + len(bins), -1),
         degree=np.concatenate((rings.degree[:count], np.ones(len(bins), dtype=np.int64))),
         first_rank=np.concatenate((rings.first[:count], bin_rank[bins])),
-        # By planned start; the packs of one bin follow each other, which their slot numbers order well enough.
+        # By planned start. Packs of one bin share a key and stay in slot order, which is good enough.
         key=np.concatenate((rings.start[:count], bin_start[bins])),
     )
 
 
 def gather(order: IntArray, groups: Groups) -> Assignment:
-    """Write groups and members as an Assignment, by (wave, key, longest sequence first), without empty groups.
+    """Return groups as an Assignment, by (wave, key, heaviest sequence first), without empty groups.
 
     `order` is [sequences] the position in the batch of each sequence.
     """
     group_of, wave, degree, first_rank, key = groups
     sizes = np.bincount(group_of, minlength=len(wave))
     firsts = np.full(len(wave), len(order))
-    # Positions are by falling work: the first of a group is its longest sequence.
+    # Positions are by falling work: the first of a group is its heaviest sequence.
     np.minimum.at(firsts, group_of, np.arange(len(order)))
     by = np.lexsort((firsts, key, wave))
     by = by[sizes[by] > 0]
     place = np.full(len(wave), -1)
     place[by] = np.arange(len(by))
-    # Stable, so that each group's sequences stay in the order of the search.
+    # Stable, so that a group's sequences stay by falling work.
     members = np.argsort(place[group_of], kind="stable")
     rank_offsets = offsets_of(degree[by])
     ranks = np.repeat(first_rank[by] - rank_offsets[:-1], degree[by]) + np.arange(rank_offsets[-1])
@@ -279,5 +280,5 @@ def gather(order: IntArray, groups: Groups) -> Assignment:
 
 
 def _renumbered(wave: IntArray) -> IntArray:
-    """Count waves from 0 without gaps; -1 stays."""
+    """Renumber waves from 0 without gaps; leave -1."""
     return np.cumsum(np.diff(wave, prepend=wave[:1]) > 0) if wave[0] >= 0 else wave

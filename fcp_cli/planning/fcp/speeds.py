@@ -1,11 +1,11 @@
-"""Steps on ranks of different speeds: planned as if ranks were alike, and then fitted to them.
+"""Steps on ranks of different speeds: planned for equal speeds, then adapted.
 
-The compiled search knows no speeds. A rank of speed s does in T seconds the work of another in s T, so with an idle
-pack of (1 - s) T seconds it would equal the others: under `iteration` the batch gets such a pack for each slow rank,
-and whichever rank the search gives it to becomes the slow one. Under `microbatch`, where waves are of different
-lengths, each wave's lightest packs go to its slowest ranks. If few ranks are slow, the quick ones are also planned for
-by themselves. Either way sequences are then exchanged between the rank that ends last and others, at their real speeds,
-and the answer that ends first by the cost model is taken.
+The compiled searches assume equal speeds. A rank of speed s does in T seconds the work that another does in s T, so a
+dummy pack of (1 - s) T seconds would make it equal to the others. Under `iteration` the batch gets such a pack for each
+slow rank, and the rank to which the search gives a dummy pack takes the slow rank's place. Under `microbatch`, the
+lightest packs of each wave go to its slowest ranks. If few ranks are slow, plans for the fast ranks alone compete.
+Finally, sequences are exchanged between the rank that ends last and others, at their real speeds, and the answer with
+the shortest predicted makespan wins.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fcp_cli.planning.assemble import assignment_seconds, makespan_seconds
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
-_MOST_EXCHANGES: Final = 512  # of a step or a wave
-_LEAST_GAIN: Final = 1e-5  # of the rank that ends last, for an exchange to be worth its time
+_MOST_EXCHANGES: Final = 512  # per step or wave
+_LEAST_GAIN: Final = 1e-5  # relative gain of the last rank below which exchanging stops
 
-_CLOSE_ENOUGH: Final = 0.01  # to the proven bound: no further ways are tried
-_MOST_SLOW: Final = 0.25  # of all ranks, for the others to be planned for by themselves
-_HOPS: Final = 0.0, 1 / 128, 1 / 32, 1 / 8  # of a step, added to the price of ring hops, one after the other
+_CLOSE_ENOUGH: Final = 0.01  # gap to the proven bound at which no further prices of hops are tried
+_MOST_SLOW: Final = 0.25  # largest share of slow ranks for which the fast ones are planned alone
+_HOPS: Final = 0.0, 1 / 128, 1 / 32, 1 / 8  # shares of the step time added to a ring hop, tried in turn
 
 AnyInts: TypeAlias = IntArray | Int32Array
 
@@ -44,19 +44,19 @@ Solve: TypeAlias = Callable[[int, float, Batch], Assignment]
 def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solve) -> Assignment:
     """Plan one step on ranks of these speeds.
 
-    Wide rings wait for a slow rank together, so answers with narrower ones are tried, too.
+    A slow rank delays its whole ring, so dearer ring hops are tried, too: they make the search prefer narrower rings.
 
     Args:
-        batch: the global batch.
-        speeds: [ranks] of it.
-        solve: plans it for ranks of speed 1.
+        batch, problem: the global batch, and the problem with `rank_speeds`.
+        speeds: [ranks].
+        solve: plans for ranks of speed 1.
     """
     each = np.array(speeds)
     enough = lower_bound_seconds(batch.work, problem) * (1.0 + _CLOSE_ENOUGH)
     best, seconds, step_seconds = None, np.inf, 0.0
     for share in _HOPS:
         even = solve(problem.num_ranks, share * step_seconds, batch)
-        # Of the first answer, whose share is 0; the others' hops are dearer by shares of it.
+        # Set by the first pass, whose share is 0.
         step_seconds = step_seconds or makespan_seconds(even, batch, problem)
         tried = _candidates(even, batch, problem, each, partial(solve, problem.num_ranks, share * step_seconds))
         for one in chain(_fast_ranks_only(batch, problem, each, solve), tried) if not share else tried:
@@ -69,7 +69,7 @@ def assign_at_speeds(batch: Batch, problem: Problem, speeds: Speeds, solve: Solv
 
 
 def _fast_ranks_only(batch: Batch, problem: Problem, speeds: FloatArray, solve: Solve) -> Iterator[Assignment]:
-    """Yield steps of the quick ranks, without the slow ones, and with work moved to the slow ones."""
+    """Yield a step that uses only the fast ranks, and the same with some work moved to the slow ones."""
     slow = np.flatnonzero(speeds < speeds.max())
     num_ranks = problem.num_ranks - len(slow)
     holds = num_ranks * problem.tokens_per_rank >= int(batch.work.tokens.max())
@@ -89,7 +89,7 @@ def _candidates(
     yield even
     placed = _by_load(even, batch, problem, speeds)
     yield placed
-    if problem.pipeline is not None:  # whose ranks wait in other ways
+    if problem.pipeline is not None:  # exchanges balance sums of seconds, which do not time a pipeline
         return
     yield exchanged(placed, batch, problem, speeds)
     if problem.sync == "iteration":
@@ -103,8 +103,8 @@ def _candidates(
 def _with_dummy_packs(
     batch: Batch, problem: Problem, speeds: FloatArray, target: float, solve: Callable[[Batch], Assignment]
 ) -> Iterator[Assignment]:
-    """Yield steps in which slow ranks have as much less to do as a step of `target` seconds asks for."""
-    # The dummy pack pays the fixed seconds of a micro-batch itself.
+    """Yield steps in which slow ranks have less work, by the capacity that they lack in `target` seconds."""
+    # Less the fixed seconds, which the dummy pack pays as a micro-batch.
     lost = target * (1.0 - speeds / speeds.max()) - problem.profile.coefficients.microbatch_seconds
     slow = np.flatnonzero(lost > 0)
     if not len(slow):
@@ -117,7 +117,7 @@ def _with_dummy_packs(
     group_of[found.members] = groups
     held, ranks = group_of[n:], found.ranks[found.rank_offsets[group_of[n:]]]
     if (sizes_of(found.rank_offsets)[held] != 1).any() or len(np.unique(ranks)) < len(slow):
-        return  # a rank has two of them, or a ring has one
+        return  # a dummy pack in a ring, or two of them on one rank
     real = _without(found, group_of[:n])
     names = np.arange(problem.num_ranks)
     for rank, holder in zip(slow.tolist(), ranks.tolist(), strict=True):
@@ -128,7 +128,7 @@ def _with_dummy_packs(
 
 
 def _with_packs(batch: Batch, seconds: FloatArray, tokens_per_rank: int) -> Batch:
-    """Add sequences that take so many seconds on a single rank, and fill it."""
+    """Add to a batch one dummy sequence per entry of `seconds`, each with the tokens of a whole rank."""
     count = len(seconds)
     tokens = np.full(count, tokens_per_rank, dtype=np.int64)
     nothing = np.zeros(count)
@@ -153,17 +153,17 @@ def _with_packs(batch: Batch, seconds: FloatArray, tokens_per_rank: int) -> Batc
 
 
 def _without(found: Assignment, group_of: IntArray) -> Assignment:
-    """Return the same groups without the empty ones, which hold no sequence of `group_of`."""
+    """Return the assignment without the groups that hold no sequence of `group_of`."""
     return _gathered(found.wave, sizes_of(found.rank_offsets), found.ranks, group_of)
 
 
 def _gathered(wave: AnyInts, degree: IntArray, ranks: AnyInts, group_of: IntArray) -> Assignment:
-    """Make an assignment of groups in their order, without empty ones and without waves of only such.
+    """Return an assignment of the groups in their order, without empty groups and empty waves.
 
     Args:
         wave, degree: [groups].
         ranks: the ranks of the groups, back to back.
-        group_of: [sequences] positions in the batch -> group.
+        group_of: [sequences] group of each sequence, by position in the batch.
     """
     sizes = np.bincount(group_of, minlength=len(wave))
     kept = sizes > 0
@@ -180,14 +180,14 @@ def _gathered(wave: AnyInts, degree: IntArray, ranks: AnyInts, group_of: IntArra
 
 
 def _scopes(found: Assignment) -> IntArray:
-    """Return [groups] the wave of each; 0 under `iteration`, since the whole step is one."""
+    """Return [groups] the wave of each; 0 under `iteration`, since the whole step is one scope."""
     return np.maximum(found.wave.astype(np.int64), 0)
 
 
 def _by_load(found: Assignment, batch: Batch, problem: Problem, speeds: FloatArray) -> Assignment:
-    """Let slow ranks hold up as few others as they can, and give them the lightest packs of a wave or a step.
+    """Let slow ranks delay as few others as possible, and give them the lightest packs of a wave or a step.
 
-    Ranks without rings change places anywhere; those in rings within their node, which costs no ring anything.
+    Ranks outside rings swap places anywhere; ranks in rings only within their node, where no ring becomes slower.
     """
     alike = replace(problem, rank_speeds=None)
     scope, degree = _scopes(found), sizes_of(found.rank_offsets)
@@ -204,17 +204,17 @@ def _by_load(found: Assignment, batch: Batch, problem: Problem, speeds: FloatArr
 def _names(
     ranks: IntArray, group: IntArray, seconds: FloatArray, degree: IntArray, speeds: FloatArray, per_node: int
 ) -> IntArray:
-    """Return the rank that takes over each rank's work, [ranks].
+    """Return [ranks] the rank that takes over each rank's work.
 
     Args:
-        ranks, group: [entries] each rank of each group of a wave or a step.
+        ranks, group: [entries] (rank, group) pairs of a wave or a step.
         seconds, degree: [groups] of the whole step.
         speeds: [ranks].
         per_node: ranks of a node.
     """
     num_ranks = len(speeds)
     names, taken = np.arange(num_ranks), np.zeros(num_ranks, dtype=np.bool_)
-    waits = seconds * degree  # of all ranks of a group
+    waits = seconds * degree  # rank-seconds of a group, all delayed by its slowest rank
     for rank in np.argsort(speeds, kind="stable").tolist():
         if speeds[rank] == speeds.max():
             break
@@ -226,7 +226,7 @@ def _names(
             names[at], names[chosen] = names[chosen], names[at]
             at = chosen
         taken[at] = True
-        waits[group[ranks == at]] = 0.0  # who waits for one slow rank may wait for two
+        waits[group[ranks == at]] = 0.0  # a group that waits for a slow rank already loses nothing by a second one
     in_ring = np.zeros(num_ranks, dtype=np.bool_)
     in_ring[ranks[degree[group] > 1]] = True
     alone = np.flatnonzero(~in_ring)
@@ -238,7 +238,7 @@ def _names(
 
 
 def _renamed(found: Assignment, names: IntArray) -> Assignment:
-    """Give the work of each rank to `names[wave, rank]`; a single row of names holds for the whole step."""
+    """Move the work of each rank to rank `names[wave, rank]`; a single row holds for all waves."""
     degree = sizes_of(found.rank_offsets)
     group = np.repeat(np.arange(len(degree)), degree)
     ranks = names[_scopes(found)[group] if len(names) > 1 else 0, found.ranks]
@@ -247,15 +247,15 @@ def _renamed(found: Assignment, names: IntArray) -> Assignment:
 
 @dataclass(kw_only=True, slots=True)
 class _Bins:
-    """Who runs which sequences, as they are exchanged.
+    """State of the exchange of sequences. A bin is a rank under `iteration`, else a group.
 
     Attributes:
-        group: [sequences] of each; -1 if it stays: under `iteration` in a ring, or before one.
-        bin: [groups] who runs it: under `iteration` a rank, else itself; -1 as above.
-        scope: [bins] the wave of each.
-        load: [bins] when each ends.
-        speed: [bins] of all ranks of the bin together. The final price adds a ring's messages.
-        tokens, room, count: [groups] tokens held, token capacity, and sequences.
+        group: [sequences] group of each; -1 if it may not move: under `iteration`, in a ring or before one.
+        bin: [groups] bin that runs each group; -1 as above.
+        scope: [bins] wave of each bin.
+        load: [bins] seconds at which each bin ends.
+        speed: [bins] summed speed of the bin's ranks; messages of rings are only in the final price.
+        tokens, room, count: [groups] tokens held, token capacity, and number of sequences.
     """
 
     group: IntArray
@@ -269,7 +269,7 @@ class _Bins:
 
 
 def exchanged(found: Assignment, batch: Batch, problem: Problem, speeds: FloatArray) -> Assignment:
-    """Exchange sequences between the group that ends last and others of its wave or step, while that pays."""
+    """Move or swap sequences between the bin that ends last, in each wave or the step, and others while that pays."""
     found = _with_room(found, problem)
     degree = sizes_of(found.rank_offsets)
     group_of = np.empty(len(batch.rows), dtype=np.int64)
@@ -287,7 +287,7 @@ def exchanged(found: Assignment, batch: Batch, problem: Problem, speeds: FloatAr
 
 
 def _with_room(found: Assignment, problem: Problem) -> Assignment:
-    """Add a group without sequences for every rank, or for those that a wave leaves idle."""
+    """Add an empty single-rank group for every rank; under `microbatch`, for the idle ranks of each wave."""
     scope, degree = _scopes(found), sizes_of(found.rank_offsets)
     used = np.zeros((int(scope[-1]) + 1, problem.num_ranks), dtype=np.bool_)
     if problem.sync == "microbatch":
@@ -344,14 +344,14 @@ def _bins(found: Assignment, group_of: IntArray, batch: Batch, problem: Problem,
 
 
 def _relieve(worst: int, bins: _Bins, work: Work, problem: Problem) -> bool:
-    """Move a sequence away from the bin that ends last, or change it for a lighter one; False if that gains nothing.
+    """Move a sequence away from the bin that ends last, or swap it for a lighter one; False if that gains nothing.
 
-    Other waves than its own may take it as far as they do not become longer by more than its own becomes shorter.
+    Another wave may take the sequence if it grows by less than the bin's own wave shrinks.
     """
     movable = np.flatnonzero(bins.group >= 0)
     bin_of = bins.bin[bins.group[movable]]
     mine, theirs = movable[bin_of == worst], movable[bin_of != worst]
-    groups = np.flatnonzero((bins.bin >= 0) & (bins.bin != worst))  # each may take one and give none
+    groups = np.flatnonzero((bins.bin >= 0) & (bins.bin != worst))  # targets of a move, which gives nothing back
     if not len(mine) or not len(groups):
         return False
     beta, seconds = problem.profile.coefficients.microbatch_seconds, work.total_seconds
@@ -386,7 +386,10 @@ def _relieve(worst: int, bins: _Bins, work: Work, problem: Problem) -> bool:
 
 
 def _ends(worst: int, others: IntArray, ours: FloatArray, theirs: FloatArray, bins: _Bins) -> FloatArray:
-    """Return when the wave or step of the bin that ends last would end, and other waves as much later."""
+    """Return [mine, targets] the end of the worst bin's wave or step after each move, plus any growth of another wave.
+
+    `ours` and `theirs` are the new loads of the worst bin and of the target bins `others`.
+    """
     scope = bins.scope[worst]
     latest = np.zeros(int(bins.scope.max()) + 1)
     np.maximum.at(latest, bins.scope, bins.load)

@@ -1,6 +1,6 @@
-"""Plans tiny steps by exact waves: few sequences on few ranks, for which every wave that is possible is tried.
+"""Exact search for tiny steps: few sequences on few ranks, with every possible wave tried.
 
-Waves serve both syncs: on 4 to 16 ranks an exact search of timelines gained no more on any family of lengths.
+Waves serve both syncs: on 4 to 16 ranks an exact search of timelines gained nothing more on any family of lengths.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from fcp_cli.plan.pricing.packs import PlacedPacks, microbatch_prices, pack_work
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 
-_CHOICES = 1700  # packs x choices of ranks for each; a step then takes some hundredths of a second
+_CHOICES = 1700  # packs x choices of ranks for each; a step of that many takes some hundredths of a second
 _INSIDE, _ACROSS = 0, 1
 
-_Groups: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]  # of a wave: mask of sequences, and ranks of each node
+_Groups: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]  # of a wave: (mask of sequences, ranks used per node)
 
 
 def is_tiny(batch: Batch, problem: Problem) -> bool:
-    """Return whether everything may be tried: for instance 7 sequences on a node of 8 ranks, or 6 on two of 4."""
-    if len(batch.rows) > 10:  # before 2 to the power of it is worked out
+    """Return whether an exact search is affordable, e.g. 7 sequences on a node of 8 ranks, or 6 on two nodes of 4."""
+    if len(batch.rows) > 10:  # never affordable, and 2^n of a large batch is a huge integer
         return False
     return bool(2 ** len(batch.rows) * math.prod(size + 1 for size in _node_sizes(problem)) <= _CHOICES)
 
 
 def assign_tiny(batch: Batch, problem: Problem) -> Assignment:
-    """Return the quickest waves of all; they have no numbers under `iteration`.
+    """Return the fastest step of waves; under `iteration` all its wave numbers are -1.
 
     Args:
-        batch: the batch of few sequences; see `is_tiny`.
-        problem: rings may use any ranks.
+        batch: a batch of few sequences; see `is_tiny`.
+        problem: the problem, without limits on rings.
     """
     seconds, sizes = _prices(batch, problem).tolist(), _node_sizes(problem)
     floor = problem.profile.step.floor_seconds(problem.sync)
 
     @cache
     def wave(mask: int, free: tuple[int, ...]) -> tuple[float, _Groups]:
-        """Return the quickest wave on the free ranks of each node."""
+        """Return the fastest wave for the sequences of `mask` on the free ranks of each node."""
         best: tuple[float, _Groups] = (math.inf, ())
         for pack, counts in product(_parts(mask), product(*(range(ranks + 1) for ranks in free))):
             own = seconds[pack][sum(counts)][_ACROSS if sum(map(bool, counts)) > 1 else _INSIDE]
-            # A wave lasts no less than this pack: its remainder need not be solved.
+            # The wave lasts at least as long as this pack: no need to solve the rest.
             if own < best[0]:
                 left = tuple(ranks - count for ranks, count in zip(free, counts, strict=True))
                 others, groups = wave(mask ^ pack, left) if mask ^ pack else (0.0, ())
@@ -57,7 +57,7 @@ def assign_tiny(batch: Batch, problem: Problem) -> Assignment:
 
     @cache
     def step(mask: int) -> tuple[float, tuple[_Groups, ...]]:
-        """Return the quickest waves that run the sequences of a mask, of which the first runs the first sequence."""
+        """Return the fastest waves for the sequences of `mask`; the first wave runs the first sequence."""
         if not mask:
             return 0.0, ()
         waves = ((part, *wave(part, sizes)) for part in _parts(mask))
@@ -70,7 +70,7 @@ def assign_tiny(batch: Batch, problem: Problem) -> Assignment:
 
 
 def _parts(mask: int) -> Iterator[int]:
-    """Yield the parts of a set of sequences that hold its first."""
+    """Yield the subsets of a mask that contain its lowest bit."""
     low, part = mask & -mask, mask
     while part:
         if part & low:
@@ -79,17 +79,17 @@ def _parts(mask: int) -> Iterator[int]:
 
 
 def _node_sizes(problem: Problem) -> tuple[int, ...]:
-    """Return the ranks of each node; nodes of one rank count as one of all, whose rings cross nodes."""
+    """Return the ranks of each node; nodes of one rank count as a single node whose rings are priced across nodes."""
     per_node = problem.num_ranks if problem.ranks_per_node == 1 else problem.ranks_per_node
     return tuple(min(per_node, problem.num_ranks - first) for first in range(0, problem.num_ranks, per_node))
 
 
 def _prices(batch: Batch, problem: Problem) -> FloatArray:
-    """Return [2^n, ranks + 1, 2] seconds of the sequences of each mask on groups inside a node and across nodes."""
+    """Return [2^n, ranks + 1, 2] seconds of each mask's sequences by degree, inside a node and across nodes."""
     ranks, per_node, sequences = problem.num_ranks, problem.ranks_per_node, len(batch.rows)
     groups = [(degree, _INSIDE, range(degree)) for degree in range(1, min(per_node, ranks) + 1)]
     if per_node < ranks:
-        # One rank at least on the second node.
+        # At least one rank on the second node.
         firsts = [(degree, max(0, per_node - degree + 1)) for degree in range(2, ranks + 1)]
         groups += [(degree, _ACROSS, range(first, first + degree)) for degree, first in firsts]
     members = [[i for i in range(sequences) if mask >> i & 1] for mask in range(1, 2**sequences)]
@@ -97,7 +97,7 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
     seconds, on_nodes = np.full((2**sequences, ranks + 1, 2), np.inf), replace(problem, ranks_per_node=per_node)
     for degree, place, group in groups:
         tokens = pack_work(work, offsets, degree, problem.profile, problem.padding_multiple).tokens
-        # Ranks across nodes lie as here, which they need not if they share heads.
+        # `_assignment` may split a group over nodes in another way, which only changes the price if ranks share heads.
         packs = PlacedPacks(
             work=work,
             offsets=offsets,
@@ -107,13 +107,13 @@ def _prices(batch: Batch, problem: Problem) -> FloatArray:
         priced = microbatch_prices(packs, on_nodes, problem.profile, heads=problem.attention).seconds
         seconds[1:, degree, place] = np.where(tokens <= degree * problem.tokens_per_rank, priced, np.inf)
     if per_node == 1:
-        # Counted as one node, but each message between its ranks crosses nodes.
+        # Treated as one node (`_node_sizes`), but all messages cross nodes.
         seconds[:, 2:, _INSIDE] = seconds[:, 2:, _ACROSS]
     return seconds
 
 
 def _assignment(waves: tuple[_Groups, ...], sizes: tuple[int, ...], *, are_numbered: bool) -> Assignment:
-    """Give the groups of each wave the next ranks of their nodes."""
+    """Return the assignment; each group of a wave gets the next free ranks of its nodes."""
     ranks, packs, numbers = [], [], []
     for number, groups in enumerate(waves):
         firsts = [0, *accumulate(sizes)]

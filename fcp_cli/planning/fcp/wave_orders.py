@@ -1,8 +1,9 @@
-"""Puts the waves of a step of pipelines into other orders.
+"""Orders of the waves of a pipelined step.
 
-While the longest micro-batch of a pipeline goes there and back, its first device runs forwards of those behind it and
-backwards of those before it. So of each one before, the step pays the forward at least, and of each one behind the
-backward: more belong before than behind, the longer ones next to the longest, and short ones to both ends.
+While the longest micro-batch passes through the pipeline and back, the first stage runs forwards of later micro-batches
+and backwards of earlier ones. The step therefore pays at least the forward of each earlier micro-batch and the backward
+of each later one. More of them belong before the longest than after it, with the long ones next to it and the short
+ones at both ends.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from fcp_cli.simulation.layout import ORDERS, parts_of, places
 
 
 def wave_orders(waves: Assignment, seconds: FloatArray, problem: Problem) -> Iterator[IntArray]:
-    """Yield [microbatches] places that put the same waves into other orders: rising to the longest, then falling.
+    """Yield other orders of the same waves, as [microbatches] the new wave of each.
 
-    The orders differ in the groups after the longest. Ranks outside rings have their own order. Where
-    ranks may have unlike numbers of micro-batches, waves that lack some rank stay behind the others: in another place
-    they would leave replicas waiting for each other in a circle.
+    Every order rises to the longest wave, then falls; the orders differ in the waves after the longest. Ranks that no
+    ring connects are ordered independently. Under `iteration`, waves in which some rank has no work stay last: anywhere
+    else, replicas could wait for each other in a cycle.
 
     Args:
         waves: a step.
         seconds: [microbatches] of each.
-        problem: the problem that it is planned for.
+        problem: the problem of the step.
     """
     count = int(waves.wave.max()) + 1
     degrees = sizes_of(waves.rank_offsets)
     parts = parts_of(problem.num_ranks, waves.rank_offsets, waves.ranks)
     part = parts[waves.ranks[waves.rank_offsets[:-1]]]
-    # [parts, waves]: ranks that no ring joins to others are ordered by themselves.
+    # [parts, waves]: parts are sets of ranks that no ring connects to others.
     lasts = np.zeros((int(parts.max()) + 1, count))
     np.maximum.at(lasts, (part, waves.wave), seconds)
     held = np.zeros(lasts.shape, dtype=np.int64)
@@ -41,7 +42,7 @@ def wave_orders(waves: Assignment, seconds: FloatArray, problem: Problem) -> Ite
     is_whole = (
         held == np.bincount(parts)[:, None] if problem.sync == "iteration" else np.ones_like(held, dtype=np.bool_)
     )
-    # A timeline is run for each order, which costs far more than to compare the places.
+    # The caller simulates each order, which costs far more than this comparison.
     known = {waves.wave.astype(np.int64).tobytes()}
     for kind in range(ORDERS):
         place = places(kind, lasts, is_whole)[part, waves.wave]
@@ -51,7 +52,7 @@ def wave_orders(waves: Assignment, seconds: FloatArray, problem: Problem) -> Ite
 
 
 def reordered(assignment: Assignment, place: IntArray) -> Assignment:
-    """Return the micro-batches by these places, which become their waves."""
+    """Return the assignment with its micro-batches moved to the waves `place`."""
     order = np.argsort(place, kind="stable")
     ranks, degrees = _taken(assignment.ranks.astype(np.int64), assignment.rank_offsets, order)
     members, sizes = _taken(assignment.members, assignment.member_offsets, order)
@@ -65,8 +66,8 @@ def reordered(assignment: Assignment, place: IntArray) -> Assignment:
 
 
 def _taken(values: IntArray, offsets: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
-    """Return lists that lie back to back in another order, and their new offsets."""
+    """Return back-to-back lists in another order, and their new offsets."""
     sizes = sizes_of(offsets)[order]
     new = offsets_of(sizes)
-    # A gather without a loop: place i of a list is i behind its old start, counted on from its new one.
+    # Vectorized gather: old position = new position + (old start - new start) of its list.
     return values[np.repeat(offsets[:-1][order] - new[:-1], sizes) + np.arange(new[-1])], new
