@@ -1,1 +1,1 @@
-"""The compiled planner: all kernels, whose sources together are the key under which they are kept on disk."""
+"""Compiled kernels of the planner; the hash of all their sources is the key of the on-disk cache."""

@@ -1,8 +1,8 @@
-"""Shared by both searches: sequences and ranks as arrays, the price of a pack, a tree that finds the first with room.
+"""Basics of all kernels: sequences and ranks as arrays, and the price of a pack.
 
-The price is `cost.formula`, compiled here for the floats of one pack: numba compiles functions that call nothing of
-their own file. The terms of all groups that there may be are tabulated once for the ranks (`ways`), since the searches
-price the same few hundred kinds of groups millions of times.
+The price is `cost.formula`, compiled here for the floats of a single pack, which numba can do since its functions call
+none of their own module. The terms of all possible groups are tabulated once (`ways`), since the searches price the
+same few hundred kinds of groups millions of times.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fcp_cli.cost import formula
 from fcp_cli.cost.formula import GroupTerms, UnitPrices
 
 NONE = -1
-_LONGEST = 1 << 62  # tokens of the shortest sequence of none
-UNPLACED = -1  # `across` of a group of which nothing is known but that it lies across nodes
+_LONGEST = 1 << 62  # tokens of the shortest sequence of an empty pack: the identity of `min`
+UNPLACED = -1  # `across` of a group that crosses nodes at unknown places
 
-# Each by itself: a formula that called another one of its file would call a plain function, which numba cannot.
+# Compiled one by one: a formula must not call another one of its module, since numba cannot call plain functions.
 group_terms = inlined(formula.group_terms)
 pack_parts = inlined(formula.pack_parts)
 overlapped_seconds = inlined(formula.overlapped_seconds)
@@ -30,21 +30,21 @@ halo_seconds = inlined(formula.halo_seconds)
 
 
 class Sequences(NamedTuple):
-    """A global batch, by falling work unless stated otherwise. All arrays are [sequences], for a single rank each."""
+    """A global batch, by falling work unless stated otherwise. All arrays are [sequences], priced on a single rank."""
 
     attention: FloatArray
-    linear: FloatArray  # all that hides no ring
+    linear: FloatArray  # all seconds that hide no ring traffic
     work: FloatArray  # attention + linear
     tokens: IntArray
 
 
 class Load(NamedTuple):
-    """Load of a pack, or a sequence, on one rank.
+    """Load of a pack or a sequence, priced on one rank.
 
     Attributes:
-        attention, linear, tokens: the sums of the values of `Sequences`.
-        halo: tokens that layers with windows look back at, summed; 0 if rings carry all layers.
-        shortest: tokens of its shortest sequence.
+        attention, linear, tokens: sums of the fields of `Sequences`.
+        halo: halo tokens of sliding-window layers, summed; 0 if rings carry all layers.
+        shortest: tokens of the shortest sequence.
     """
 
     attention: float
@@ -55,7 +55,7 @@ class Load(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """Loads of packs, as arrays of the fields of `Load`."""
+    """Loads of packs: one array per field of `Load`."""
 
     attention: FloatArray
     linear: FloatArray
@@ -65,14 +65,14 @@ class Loads(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The ways in which groups may share heads and make rings.
+    """The ways to run a group: as a ring, a Ulysses set, or a ring of Ulysses sets.
 
     Attributes:
-        heads: [heads degrees that there may be] ranks of a set that shares the heads; empty if groups are rings.
-        only: 1 if all ranks of a group are one set, which may then lie across nodes.
-        row_of_span: [ranks_per_node + 2] the row of `first` for `across` = UNPLACED, 0, 1, and so on.
-        first: [rows, num_ranks + 2] start in `ways` of the ways to run a pack on each degree.
-        ways: [ways, 9] the `GroupTerms` of each; `ways.tabulated` skips those that are never the quickest.
+        heads: [heads degrees] allowed Ulysses degrees; empty if all groups are rings.
+        only: 1 if every group is a single Ulysses set, which may then cross nodes.
+        row_of_span: [ranks_per_node + 2] row of `first` for `across` = UNPLACED, 0, 1, ...
+        first: [rows, num_ranks + 2] position in `ways` of the first way of each degree.
+        ways: [ways, 9] the `GroupTerms` of each way; `ways.tabulated` drops those that are never the fastest.
     """
 
     heads: IntArray
@@ -87,20 +87,20 @@ class PlannerInputs(NamedTuple):
 
     Attributes:
         num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node; the last node may be smaller.
-        tokens_per_rank: tokens that a rank may hold in one micro-batch.
-        shared_tokens: how many tokens sequences which share a single rank's micro-batch may hold together: more would
-            cost more recomputation than another micro-batch.
-        prices: the prices of the profile.
+        tokens_per_rank: token budget of a rank in one micro-batch.
+        shared_tokens: maximum tokens of several sequences in one single-rank micro-batch; beyond it, recomputation
+            costs more than a further micro-batch.
+        prices: unit prices of the profile.
         floor: least seconds of a wave.
-        fill: share of the token budget that waves to come are expected to hold, by which a wave is rated; 0: all of it
-            in each wave but the last.
-        padding: a rank's share of a sequence is padded to a multiple of so many tokens; 0: no padding.
-        padding_seconds: the seconds of one token of padding, without attention.
-        group_first, group_degree: first rank and degree of each group that rings may use, widest first; none: all
+        fill: expected fill of later waves, as a share of the token budget, by which a wave is rated; 0: all but the
+            last are full.
+        padding: multiple to which a rank's share of a sequence is padded, in tokens; 0: no padding.
+        padding_seconds: seconds of a padding token, without attention.
+        group_first, group_degree: first rank and degree of each group that rings may use, widest first; empty: all
             groups of neighbouring ranks.
-        allowed: [num_ranks + 1] 1 for each degree that a group may have.
-        whole_nodes: 1 if groups across nodes must be of whole nodes; only without a catalogue of groups.
-        splits: how groups may share heads and make rings.
+        allowed: [num_ranks + 1] 1 for each degree that a group may have, else 0.
+        whole_nodes: 1 if groups across nodes must consist of whole nodes; only without a catalogue of groups.
+        splits: the ways to run a group.
     """
 
     num_ranks: int
@@ -121,26 +121,26 @@ class PlannerInputs(NamedTuple):
 
 @inlined
 def sequence_load(i: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the load of a sequence without further padding."""
-    # Each of a rank's two chunks looks back at `reach` tokens; a sequence gets no more rows than it has tokens.
+    """Return the load of a sequence, without the padding of wider groups."""
+    # Each of a rank's two chunks needs a halo of `reach` tokens, and no sequence has more halo than tokens.
     tokens = sequences.tokens[i]
     return Load(sequences.attention[i], sequences.linear[i], tokens, min(tokens, 2 * inputs.prices.reach), tokens)
 
 
 @inlined
 def padded_load(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the load of a sequence padded for this degree: `planning.work.work_on`.
+    """Return the load of a sequence padded for this degree; the same as `planning.work.work_on`.
 
-    A group has whole multiples of `padding` x degree tokens left: sequences that fit without more padding fit with it.
+    The free tokens of a group are always a multiple of `padding` x degree, so padding never makes a sequence too long.
     """
-    # One rank runs its sequence unpadded: only rings pad, so that all members get equal chunks.
+    # Only rings pad, so that all members get equal chunks.
     if inputs.padding == 0 or degree == 1:
         return sequence_load(i, sequences, inputs)
     tokens, unit = sequences.tokens[i], inputs.padding * degree
     padded = (tokens + unit - 1) // unit * unit
     growth = padded / tokens
     return Load(
-        # Attention grows with the square, as if the padding were tokens; the kernels do run them.
+        # Quadratic in the padded length, since attention kernels do process the padding.
         sequences.attention[i] * growth * growth,
         sequences.linear[i] + inputs.padding_seconds * (padded - tokens),
         padded,
@@ -151,7 +151,7 @@ def padded_load(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs
 
 @inlined
 def together(load: Load, more: Load) -> Any:
-    """Return the load of two packs as one."""
+    """Return the sum of two loads."""
     return Load(
         load.attention + more.attention,
         load.linear + more.linear,
@@ -163,7 +163,7 @@ def together(load: Load, more: Load) -> Any:
 
 @kernel
 def make_loads(count: int) -> Any:
-    """Make so many empty packs."""
+    """Make `count` empty loads."""
     return Loads(
         np.zeros(count),
         np.zeros(count),
@@ -175,28 +175,28 @@ def make_loads(count: int) -> Any:
 
 @inlined
 def load_at(pack: int, loads: Loads) -> Any:
-    """Return the load of one of the packs."""
+    """Return the load of a pack."""
     return Load(loads.attention[pack], loads.linear[pack], loads.tokens[pack], loads.halo[pack], loads.shortest[pack])
 
 
 @inlined
 def enter_load(pack: int, load: Load, loads: Loads) -> None:
-    """Write the load of one of the packs."""
+    """Set the load of a pack."""
     loads.attention[pack], loads.linear[pack], loads.tokens[pack] = load.attention, load.linear, load.tokens
     loads.halo[pack], loads.shortest[pack] = load.halo, load.shortest
 
 
 @inlined
 def enter_empty(pack: int, loads: Loads) -> None:
-    """Empty one of the packs."""
+    """Reset a pack to the empty load."""
     loads.attention[pack], loads.linear[pack], loads.tokens[pack] = 0.0, 0.0, 0
     loads.halo[pack], loads.shortest[pack] = 0, _LONGEST
 
 
 @inlined
 def terms_at(way: int, ways: FloatArray) -> Any:
-    """Return the terms of one of the tabulated ways."""
-    # Field by field: numba unpacks tuples only, whose length it knows when it compiles.
+    """Return the terms of a tabulated way."""
+    # Field by field: numba cannot unpack an array, whose length is unknown at compile time.
     return GroupTerms(
         ways[way, 0],
         ways[way, 1],
@@ -212,18 +212,18 @@ def terms_at(way: int, ways: FloatArray) -> Any:
 
 @inlined
 def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) -> float:
-    """Return the predicted seconds of a pack, the quickest way: `cost.model.group_seconds`.
+    """Return the predicted seconds of a pack by its fastest way; the same as `cost.model.group_seconds`.
 
     Args:
-        load: the load of the pack, on one rank.
+        load: load of the pack, padded for the degree.
         degree: ranks of the group.
-        across: 0 inside a node; else a number that divides how many ranks it has on every node, UNPLACED any.
-        inputs: the ranks and their cost.
+        across: 0 inside a node; else the greatest common divisor of the group's ranks on each node, or UNPLACED.
+        inputs: the ranks and their prices.
     """
-    if degree == 1:  # the commonest by far, and the same sum
+    if degree == 1:  # shortcut for by far the most frequent case
         again = recomputation_seconds(load.tokens, 1, inputs.prices)
         return float(inputs.prices.beta + load.linear + load.attention + again)
-    # Stays infinite if no way fits, as under `ulysses` where so many ranks cannot share the heads.
+    # Stays infinite if no way exists, e.g. under `ulysses` if the heads cannot be split by this degree.
     splits, best = inputs.splits, np.inf
     row = splits.row_of_span[across + 1]  # `across` begins at UNPLACED, -1
     for way in range(splits.first[row, degree], splits.first[row, degree + 1]):
@@ -233,9 +233,9 @@ def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) ->
 
 @inlined
 def recomputation_slope(held: float, prices: Any) -> float:
-    """Return the seconds that one more token of a rank that holds so many takes to recompute, at least."""
-    # Lines rise in slope (`recompute_levels.check_levels`): the last one on the maximum is its tangent, and at a kink
-    # the steeper one, which the next token pays. Convex, so no later token takes less.
+    """Return the least seconds that one more token adds to the recomputation of a rank that holds `held` tokens."""
+    # Recomputation is the maximum of lines of rising slope (`recompute_levels.check_levels`). The last line at the
+    # maximum is the tangent, at a kink the steeper one, which the next token pays. Convex: later ones pay no less.
     most, slope = 0.0, 0.0
     for line in range(len(prices.again)):
         seconds = prices.again[line, 0] * held - prices.again[line, 1]
@@ -246,7 +246,7 @@ def recomputation_slope(held: float, prices: Any) -> float:
 
 @inlined
 def seconds_by(terms: Any, load: Load, degree: int, inputs: PlannerInputs) -> float:
-    """Return the predicted seconds of a pack on a group of these terms."""
+    """Return the predicted seconds of a pack run with these terms."""
     prices = inputs.prices
     seconds = overlapped_seconds(pack_parts(load.attention, load.linear, load.tokens, degree, terms, prices))
     seconds += recomputation_seconds(load.tokens, degree, prices)
@@ -258,9 +258,9 @@ def seconds_by(terms: Any, load: Load, degree: int, inputs: PlannerInputs) -> fl
 
 @inlined
 def is_way(k: int, degree: int, across: int, inputs: PlannerInputs) -> bool:
-    """Return whether groups may be sets of the k-th heads degree, -1 for rings of single ranks.
+    """Return whether a group can run with the k-th Ulysses degree (-1: as a ring of single ranks).
 
-    Sets fill the group, and lie inside nodes unless they are all of it.
+    Sets must divide the group evenly, and lie inside nodes unless a single set is the whole group.
     """
     if k < 0:
         return not inputs.splits.only
@@ -272,18 +272,18 @@ def is_way(k: int, degree: int, across: int, inputs: PlannerInputs) -> bool:
 
 @inlined
 def _spans(heads: int, across: int, inputs: PlannerInputs) -> bool:
-    """Return whether sets of so many ranks lie across nodes."""
-    # Sets are neighbouring ranks: they straddle no node if their size divides the ranks that the group has on each.
+    """Return whether Ulysses sets of `heads` ranks cross nodes."""
+    # Sets are neighbouring ranks: they cross no node if their size divides the group's number of ranks on each node.
     return bool(heads > inputs.ranks_per_node or (across > 0 and across % heads != 0))
 
 
 @inlined
 def way_terms(k: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
-    """Return the terms of groups of sets of the k-th heads degree, -1 for rings of single ranks; see `is_way`."""
-    # A ring of single ranks is a ring of sets of one.
+    """Return the terms of a group with the k-th Ulysses degree (-1: a ring of single ranks); see `is_way`."""
+    # A ring of single ranks is a ring of sets of size 1.
     heads = inputs.splits.heads[k] if k >= 0 else 1
     spans = 1 if _spans(heads, across, inputs) else 0
-    # Unplaced groups count as placed at best: a bound may not be too high.
+    # Unplaced groups are only priced by lower bounds, so assume the faster tier.
     if across == UNPLACED and inputs.splits.only and not spans:
         spans = faster_tier(inputs)
     return group_terms(degree, heads, 1 if across else 0, spans, inputs.prices)
@@ -292,7 +292,7 @@ def way_terms(k: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
 @inlined
 def faster_tier(inputs: PlannerInputs) -> int:
     """Return 1 if bytes travel faster across nodes than inside one, else 0."""
-    # Sums, since some of them may be 0: each is bytes over the same two bandwidths, so all order the tiers alike.
+    # All three are bytes over the same two bandwidths, so they order the tiers equally; summed, since some may be 0.
     prices = inputs.prices
     across = prices.ring[1] + prices.exchange[1] + prices.key_value_exchange[1]
     return 1 if across < prices.ring[0] + prices.exchange[0] + prices.key_value_exchange[0] else 0
@@ -300,13 +300,13 @@ def faster_tier(inputs: PlannerInputs) -> int:
 
 @inlined
 def alone_seconds(i: int, degree: int, across: int, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the predicted seconds of a single sequence on a group, with its padding."""
+    """Return the predicted seconds of a single sequence on a group, with the group's padding."""
     return pack_seconds(padded_load(i, degree, sequences, inputs), degree, across, inputs)
 
 
 @inlined
 def common_divisor(one: int, other: int) -> int:
-    """Return the greatest number that divides both."""
+    """Return the greatest common divisor."""
     while other:
         one, other = other, one % other
     return one
@@ -314,29 +314,29 @@ def common_divisor(one: int, other: int) -> int:
 
 @inlined
 def across_at_best(degree: int, inputs: PlannerInputs) -> int:
-    """Return `across` of a group on whole nodes and a rest of one more."""
-    # The rest is `degree` less whole nodes, so its divisor with a node is the degree's (Euclid).
+    """Return `across` of a group on whole nodes and part of one more."""
+    # That part is `degree` modulo a node, so its divisor with the node is that of the degree (Euclid).
     return common_divisor(degree, inputs.ranks_per_node) if degree > inputs.ranks_per_node else 0
 
 
 @inlined
 def across_of(first: int, degree: int, inputs: PlannerInputs) -> int:
-    """Return `across` of the group of `degree` neighbouring ranks from `first` on."""
+    """Return `across` (see `pack_seconds`) of the group of ranks `first` to `first + degree - 1`."""
     per_node = inputs.ranks_per_node
-    # Ranks on the first node; whole nodes follow, and a rest on the last.
+    # `head` ranks on the first node, then whole nodes, then `tail` ranks on the last.
     head = min(per_node - first % per_node, degree)
     if head == degree:
         return 0
-    # A tail of 0 is no rest: the divisor of 0 and the head is the head.
+    # A tail of 0 needs no special case: gcd(head, 0) is the head.
     tail = (first + degree) % per_node
     together = common_divisor(head, tail)
-    # Whole nodes in between, or not.
+    # The nodes between count only if there are any.
     return common_divisor(per_node, together) if head + tail < degree else together
 
 
 @leaf
 def total_of(values: FloatArray | IntArray) -> Any:
-    """Add values one by one: numpy's own sum takes another order than numba's, and many times longer to compile."""
+    """Return the sum, added in order: `np.sum` adds in another order under numba, and takes far longer to compile."""
     total = 0
     for value in values:
         total += value
@@ -345,7 +345,7 @@ def total_of(values: FloatArray | IntArray) -> Any:
 
 @leaf
 def most_of(values: FloatArray | IntArray) -> Any:
-    """Return the largest of values that are not negative; 0 of none."""
+    """Return the largest of non-negative values; 0 for an empty array."""
     most = 0
     for value in values:
         most = max(most, value)
@@ -354,10 +354,10 @@ def most_of(values: FloatArray | IntArray) -> Any:
 
 @kernel
 def falling_order(values: FloatArray | IntArray) -> IntArray:
-    """Return the positions of values, the largest first, ties by position: merges runs that double in length."""
-    # Not numba's argsort, which takes 1.4 s to compile where this takes 0.2.
+    """Return the positions of the values in falling order, ties by position (bottom-up merge sort)."""
+    # Instead of numba's argsort: it compiles in 0.2 s, not 1.4 s.
     n, width = len(values), 1
-    # Stable: equal sequences keep their order, on every machine.
+    # Stable, so that equal sequences have the same order on every machine.
     order, merged = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
     for k in range(n):
         order[k] = k

@@ -1,4 +1,4 @@
-"""Which bin has room for a sequence: a tree over the free seconds and tokens of all bins."""
+"""Segment tree over the free seconds and tokens of bins, which finds a bin with room for a sequence."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.compiling.compile import inlined, kernel, leaf
 from fcp_cli.planning.compiled.core import NONE, PlannerInputs, Sequences
 
-# 512 kB at most: for larger budgets an entry stands for several numbers of tokens.
-_MOST_ENTRIES = 1 << 16  # of the table of `most_work`
+# Limits the table of `most_work` to 512 kB: under larger budgets an entry covers several numbers of tokens.
+_MOST_ENTRIES = 1 << 16
 
 
 class Tree(NamedTuple):
-    """A heap-shaped tree of maxima over bins: free seconds, and free tokens. Leaf b is node len // 2 + b.
+    """Heap-shaped tree of maxima over bins: free seconds and free tokens. The leaf of bin b is node len // 2 + b.
 
-    The number of leaves is a power of two, at least that of bins; leaves beyond the bins have no room, so that no
-    search returns them.
+    The number of leaves is a power of two; leaves beyond the bins have no room, so no search returns them.
     """
 
     seconds: FloatArray
@@ -27,18 +26,18 @@ class Tree(NamedTuple):
 
 @kernel
 def make_tree(bins: int) -> Any:
-    """Make a tree whose bins all have no room."""
-    # A power of two: leaf b is then node size + b, and parents are a shift away.
+    """Make a tree whose bins have no room yet."""
+    # A power of two, so that node >> 1 is the parent.
     size = 1
     while size < bins:
         size *= 2
-    # Node 0 stays unused: with the root at 1, the children of node k are 2 k and 2 k + 1.
+    # The root is node 1, so the children of node k are 2 k and 2 k + 1; node 0 is unused.
     return Tree(np.full(2 * size, -np.inf), np.full(2 * size, -1, dtype=np.int64))
 
 
 @leaf
 def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
-    """Enter the free seconds and tokens of a bin."""
+    """Set the free seconds and tokens of a bin."""
     node = (len(tree.seconds) >> 1) + leaf
     tree.seconds[node] = seconds
     tree.tokens[node] = tokens
@@ -48,7 +47,7 @@ def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
         most_seconds = max(tree.seconds[left], tree.seconds[left + 1])
         most_tokens = max(tree.tokens[left], tree.tokens[left + 1])
         if tree.seconds[node] == most_seconds and tree.tokens[node] == most_tokens:
-            break  # nothing changes above, either
+            break  # no ancestor changes
         tree.seconds[node] = most_seconds
         tree.tokens[node] = most_tokens
         node >>= 1
@@ -56,15 +55,15 @@ def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
 
 @kernel
 def most_work(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
-    """Return [tokens // `_tokens_of_entry` + 1] the most work of a sequence of up to so many tokens."""
+    """Return [budget // `_tokens_of_entry` + 1] the most work of any sequence with at most that many tokens."""
     unit = _tokens_of_entry(inputs)
     most = np.zeros(inputs.tokens_per_rank // unit + 1)
     for i in range(len(sequences.work)):
         if sequences.tokens[i] <= inputs.tokens_per_rank:
-            # An entry holds the most of all its numbers of tokens: a bin may seem to have room, never to lack it.
+            # The maximum over all token counts of an entry: room may be overestimated, never underestimated.
             entry = sequences.tokens[i] // unit
             most[entry] = max(most[entry], sequences.work[i])
-    # "Up to": a sequence with fewer tokens may have more work, as with images or a full mask.
+    # A running maximum: shorter sequences may have more work, e.g. with images or a full mask.
     for entry in range(1, len(most)):
         most[entry] = max(most[entry], most[entry - 1])
     return most
@@ -77,36 +76,36 @@ def _tokens_of_entry(inputs: PlannerInputs) -> int:
 
 @inlined
 def usable_seconds(seconds: float, tokens: int, most: FloatArray, inputs: PlannerInputs) -> float:
-    """Return the free seconds of a bin without those that no sequence within its free tokens could fill.
+    """Return the free seconds of a bin that a sequence within its free tokens could use.
 
-    With these in a `Tree`, `first_with_room` finds the same bin, but no longer visits the many bins that have seconds
-    and hardly any tokens: a search for it grew with the number of bins.
+    With these in a `Tree`, `first_with_room` finds the same bin but skips the many bins that have seconds and hardly
+    any tokens; otherwise its time grows with the number of bins.
     """
     if tokens < 0:
         return -np.inf
-    if tokens > inputs.tokens_per_rank:  # room for a sequence that no single rank holds
+    if tokens > inputs.tokens_per_rank:  # the table only covers sequences that fit into a single rank
         return seconds
     return float(min(seconds, most[min(tokens, inputs.tokens_per_rank) // _tokens_of_entry(inputs)]))
 
 
 @leaf
 def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
-    """Return the first bin from `start` on that has both the seconds and the tokens, or NONE."""
+    """Return the first bin from `start` on with at least `seconds` and `tokens` free, or NONE."""
     size = len(tree.seconds) >> 1
     if start >= size or tree.seconds[1] < seconds or tree.tokens[1] < tokens:
         return NONE
-    # From a leaf the walk only goes up and right, so that bins before `start` are never met.
+    # From a leaf the walk only goes up and right, so bins before `start` are never visited.
     node = size + start if start else 1
-    # A node may have the seconds in one bin and the tokens in another: then the walk continues behind it.
+    # A node may have the seconds in one bin and the tokens in another; then the walk continues to its right.
     while True:
         if tree.seconds[node] >= seconds and tree.tokens[node] >= tokens:
             if node >= size:
                 return node - size
             node = 2 * node
             continue
-        while node & 1:  # the last of its parent: everything below that has been seen
+        while node & 1:  # a right child: its parent is done, too
             node >>= 1
-        # Past the root, 1: nothing lies to the right.
+        # Went up past the root: nothing is left to the right.
         if node == 0:
             return NONE
         node += 1
@@ -114,20 +113,19 @@ def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
 
 @leaf
 def roomiest(tree: Tree) -> int:
-    """Return the first bin with the most seconds left."""
+    """Return the bin with the most free seconds; the first on ties."""
     size = len(tree.seconds) >> 1
     node = 1
     while node < size:
-        # Ties go left, to the first bin, as a scan of all bins would have it.
         node = 2 * node if tree.seconds[2 * node] >= tree.seconds[2 * node + 1] else 2 * node + 1
     return node - size
 
 
 @kernel
 def dealt(work: FloatArray, ranks: IntArray) -> IntArray:
-    """Deal sequences, given by falling work, to parts of these ranks; return [sequences] the part of each.
+    """Return [sequences] the part of each, given parts with these numbers of ranks and the work in falling order.
 
-    Each goes to the part with the least work a rank so far.
+    Each sequence goes to the part with the least work per rank so far.
     """
     part_of, held, tree = np.empty(len(work), dtype=np.int64), np.zeros(len(ranks)), make_tree(len(ranks))
     for part in range(len(ranks)):
@@ -136,6 +134,6 @@ def dealt(work: FloatArray, ranks: IntArray) -> IntArray:
         part = roomiest(tree)
         part_of[i] = part
         held[part] += work[i]
-        # Negated, since the tree finds the most. Leaves beyond the parts have -inf, so none of them wins.
+        # Negated, since the tree finds the maximum; unused leaves are -inf and never win.
         set_room(tree, part, -held[part] / ranks[part], 0)
     return part_of

@@ -1,6 +1,6 @@
-"""One degree for a whole step: how `static` packs and shares out, and which of its answers is quickest.
+"""A whole step on a single degree, as `static` plans it: packing, dealing to groups, and the search of the best degree.
 
-No array overflows: there are at most as many packs as sequences, and every group is one of num_ranks // degree.
+No array overflows: there are at most as many packs as sequences, and num_ranks // degree groups.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from fcp_cli.planning.compiled.core import (
 from fcp_cli.planning.compiled.room_tree import first_with_room, make_tree, roomiest, set_room
 from fcp_cli.planning.compiled.ways import least_of_packs
 
-FULL, EVEN, LEVEL = 0, 1, 2  # how sequences become packs
-_EXCHANGES = 300_000  # pairs of sequences compared for one degree
-_LEVEL_ENOUGH = 1e-4  # relative; groups as busy as that are not evened out further
-_HIDING = 4  # positive shares of attention that are tried as hiding messages
-_MARGIN = 1e-9  # relative; by so much a bound may be rounded up
+FULL, EVEN, LEVEL = 0, 1, 2  # packings; see `packed`
+_EXCHANGES = 300_000  # pairs of sequences compared per degree
+_LEVEL_ENOUGH = 1e-4  # relative excess of the busiest group over the mean at which balancing stops
+_HIDING = 4  # weights h of `least_of_packs` tried between 0 and 1
+_MARGIN = 1e-9  # relative rounding error of a bound
 
 
 class Packs(NamedTuple):
     """Sequences in packs.
 
     Attributes:
-        of: [sequences] the pack of each sequence.
-        number: how many packs there are.
-        group_of: [packs] the group of each pack; empty until packs have groups.
+        of: [sequences] pack of each sequence.
+        number: number of packs.
+        group_of: [packs] group of each pack; empty if packs have no groups yet.
     """
 
     of: IntArray
@@ -55,15 +55,15 @@ class Packs(NamedTuple):
 
 @kernel
 def longest_first(sequences: Sequences) -> IntArray:
-    """Return [sequences] positions by falling tokens, ties by position."""
+    """Return [sequences] the positions by falling tokens, ties by position."""
     return falling_order(sequences.tokens)
 
 
 @kernel
 def full_packs(group_tokens: int, by_tokens: IntArray, sequences: Sequences) -> Any:
-    """Pack first-fit decreasing; return [sequences] pack of each sequence, and the number of packs."""
+    """Pack first-fit decreasing; return [sequences] the pack of each sequence, and the number of packs."""
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
-    # At most a pack for each sequence. Those not opened yet have -inf seconds, which no search asks for.
+    # At most one pack per sequence. Packs not opened yet have -inf seconds, so no search finds them.
     tree, count = make_tree(len(by_tokens)), 0
     leaf = len(tree.tokens) >> 1
     for i in by_tokens:
@@ -81,8 +81,7 @@ def full_packs(group_tokens: int, by_tokens: IntArray, sequences: Sequences) -> 
 
 @kernel
 def even_count(packs: int, groups: int) -> int:
-    """Return `packs`, or as many more as give every group the same number of them."""
-    # Rounded up, in integers.
+    """Round the number of packs up to a multiple of `groups`."""
     return -(-packs // groups) * groups
 
 
@@ -92,24 +91,24 @@ def even_packs(packs: int, group_tokens: int, by_tokens: IntArray, sequences: Se
     pack_of = np.empty(len(by_tokens), dtype=np.int64)
     tree = make_tree(packs)
     leaf = len(tree.seconds) >> 1
-    # Tokens held, negated, in the place of seconds: `roomiest` finds the emptiest.
+    # Negated tokens in the field of the seconds, so that `roomiest` finds the emptiest pack.
     for pack in range(packs):
         set_room(tree, pack, 0.0, 0)
     for i in by_tokens:
         pack = roomiest(tree)
         left = tree.seconds[leaf + pack] - sequences.tokens[i]
-        # The emptiest pack has no room, so nor has any other.
+        # If the emptiest pack has no room, no pack has.
         if -left > group_tokens:
             return pack_of, 0
         pack_of[i] = pack
         set_room(tree, pack, left, 0)
-    # `roomiest` breaks ties to the left, so that the first sequences open the first packs: empty ones are the last.
+    # `roomiest` breaks ties to the left, so packs are opened in order and any empty ones are the last.
     return pack_of, min(packs, len(by_tokens))
 
 
 @kernel
 def _padded_for_all(degree: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the sequences with the padding that groups of this degree need."""
+    """Return the sequences padded for groups of this degree."""
     n = len(sequences.work)
     padded = Sequences(np.empty(n), np.empty(n), np.empty(n), np.empty(n, dtype=np.int64))
     for i in range(n):
@@ -121,41 +120,40 @@ def _padded_for_all(degree: int, sequences: Sequences, inputs: PlannerInputs) ->
 
 @kernel
 def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Give the packs to the groups, longest first: under waves in turns, else each to the group that is free first.
+    """Deal the packs to the groups, longest first: under waves in turn, else each to the group that is free first.
 
-    Group g has the ranks from g * degree on; the sequences are padded for that degree. Packs that have a group keep it.
+    Group g has the ranks from g * degree on. Sequences must be padded for the degree. Packs that have a group keep it.
 
     Returns:
-        Predicted seconds of the step, [packs] packs in that order, and [packs] group and turn of each of them.
+        Predicted seconds of the step; [packs] the packs in the order of dealing; [packs] the group and turn of each.
     """
     count = packs.number
     loads = make_loads(count)
     for i in range(len(packs.of)):
         p = packs.of[i]
         enter_load(p, together(load_at(p, loads), sequence_load(i, sequences, inputs)), loads)
-    # Groups of a degree that does not divide a node lie partly across two: packs are ranked as if all did.
+    # If the degree does not divide a node, only some groups cross nodes: rank packs as if all did.
     span = common_divisor(inputs.ranks_per_node, degree) if inputs.ranks_per_node % degree else 0
     seconds = np.empty(count)
     for p in range(count):
         seconds[p] = pack_seconds(load_at(p, loads), degree, span, inputs)
     by = falling_order(seconds)
     group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-    # Ranks that are left over run nothing of this step.
+    # Left-over ranks idle.
     groups = inputs.num_ranks // degree
     across = np.empty(groups, dtype=np.int64)
     for group in range(groups):
         across[group] = across_of(group * degree, degree, inputs)
-    # Order by expected seconds, charge the real ones: a group's span is known only once it has the pack.
+    # Deal by expected seconds, charge the real ones: the price depends on the nodes that the group crosses.
     ends, turns, expected = np.zeros(groups), np.zeros(groups, dtype=np.int64), make_tree(groups)
     for group in range(groups):
         set_room(expected, group, 0.0, 0)
-    # A turn is a wave, which lasts no less than the floor.
-    longest = np.empty(count)  # by turn
+    # A turn is a wave, which lasts at least the floor.
+    longest = np.empty(count)  # [turns]
     for turn in range(count):
         longest[turn] = inputs.floor
     for k in range(count):
         p = by[k]
-        # In turns, since a wave waits for all groups; else the group that is free first, which levels their ends.
         group = k % groups if waves else roomiest(expected)
         if len(packs.group_of):
             group = packs.group_of[p]
@@ -170,10 +168,10 @@ def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, inpu
 
 @kernel
 def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Spread the sequences over the groups by work, then each group's over as few packs as its tokens need.
+    """Spread the sequences over the groups by work, then those of each group over as few packs as its tokens need.
 
-    As verl balances (`published.karmarkar_karp`), but greedily: most work first, to the bin with the least. Under waves
-    all groups have equally many packs, each of similar work.
+    As verl balances (`published.karmarkar_karp`), but greedily: heaviest first, to the group with the least work. Under
+    waves all groups have equally many packs of similar work.
 
     Returns:
         The packs, with their groups.
@@ -189,7 +187,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
         group_of[i] = group
         load[group] += sequences.work[i]
         set_room(room, group, -load[group], 0)
-    # Greedy leaves groups apart by up to a sequence; exchanges level them.
+    # Greedy dealing leaves groups up to one sequence apart; exchanges level them.
     _exchange(load, group_of, sequences)
     held = np.zeros(groups, dtype=np.int64)
     for i in by_work:
@@ -198,8 +196,8 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
     for group in range(groups):
         counts[group] = -(-held[group] // group_tokens)
     pack_of = np.empty(len(by_work), dtype=np.int64)
-    # Packing by work may fail at the least number of packs: one more for that group, and again.
-    # Ends: with a pack for each of its sequences, every group has room.
+    # Packing by work may fail with the least number of packs: retry with one more for that group. This terminates,
+    # since one pack per sequence always suffices.
     while True:
         if waves:
             most = most_of(counts)
@@ -209,7 +207,7 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
         if failed == NONE:
             break
         counts[failed] += 1
-    # Groups may have packs that nothing went to.
+    # Drop empty packs.
     packs = total_of(counts)
     number, group_of_pack, used = np.zeros(packs, dtype=np.int64), np.empty(packs, dtype=np.int64), 0  # from 1 on
     for i in range(len(pack_of)):
@@ -223,8 +221,8 @@ def level_packs(degree: int, waves: bool, group_tokens: int, sequences: Sequence
 
 @kernel
 def _exchange(load: FloatArray, group_of: IntArray, sequences: Sequences) -> None:
-    """Give sequences of the busiest group away, or exchange them for lighter ones, while that makes it less busy."""
-    # Each exchange lowers the load of the busiest group, so this ends without the limit, too, only later.
+    """Move sequences away from the busiest group, or swap them for lighter ones, while that lowers its load."""
+    # Every exchange lowers the busiest load, so the limit only saves time.
     mean, left = total_of(load) / len(load), _EXCHANGES
     while left > 0:
         busiest, idlest = 0, 0
@@ -239,10 +237,10 @@ def _exchange(load: FloatArray, group_of: IntArray, sequences: Sequences) -> Non
         for i in range(len(group_of)):
             if group_of[i] != busiest:
                 continue
-            # Counted, not timed: the answer may not depend on the speed of a processor.
+            # Counted, not timed, so that the answer does not depend on the machine's speed.
             left -= len(group_of)
             work = sequences.work[i]
-            # A move ends lowest in the idlest group; a swap may in any.
+            # The best move goes to the idlest group; the best swap may be with any.
             if max(load[busiest] - work, load[idlest] + work) < best:
                 best, giver, taker, other = max(load[busiest] - work, load[idlest] + work), i, NONE, idlest
             for j in range(len(group_of)):
@@ -267,11 +265,14 @@ def _exchange(load: FloatArray, group_of: IntArray, sequences: Sequences) -> Non
 def _pack_level(
     group_tokens: int, by_work: IntArray, group_of: IntArray, counts: IntArray, pack_of: IntArray, sequences: Sequences
 ) -> int:
-    """Give each sequence the pack of its group with the least work among those with room; return a group without."""
+    """Put each sequence into its group's pack with the least work among those with room.
+
+    Return NONE, or a group whose packs had no room.
+    """
     first = np.zeros(len(counts) + 1, dtype=np.int64)
     for group in range(len(counts)):
         first[group + 1] = first[group] + counts[group]
-    # Packs of all groups back to back, those of group g from first[g] on.
+    # Packs of all groups, back to back.
     work, tokens = np.zeros(first[-1]), np.zeros(first[-1], dtype=np.int64)
     for i in by_work:
         best = NONE
@@ -289,23 +290,23 @@ def _pack_level(
 
 @inlined
 def _at_least(degree: int, attention: float, linear: float, tokens: int, inputs: PlannerInputs) -> float:
-    """Return the least seconds of so much work on groups of one degree: all busy, packs as few as tokens allow."""
+    """Return a lower bound of a step on a single degree: all groups always busy, with full packs."""
     packs = max(1.0, tokens / (degree * inputs.tokens_per_rank))
-    # Every share of attention gives a bound, so the largest counts.
+    # Every weight gives a valid bound, so take the largest.
     overlapped = 0.0 if degree > 1 else attention
     for step in range(_HIDING + 1 if degree > 1 else 0):
         hiding = step / _HIDING
         least = least_of_packs(hiding, tokens, packs, degree, at_best(degree, inputs), inputs)
         overlapped = max(overlapped, hiding * attention / degree + least)
-    # One group would take all packs one after another; num_ranks / degree groups share them, in fractions.
+    # All packs in sequence on one group, shared evenly by num_ranks / degree groups.
     return (inputs.prices.beta * packs + linear / degree + overlapped) * degree / inputs.num_ranks
 
 
 @kernel
 def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the degree that takes fewer than these seconds and fewest of all: seconds, degree, how it is packed.
+    """Return seconds, degree and packing of the fastest step on a single degree; degree 0 if none beats `seconds`.
 
-    Degree 0: none does. A degree is skipped untried if its work, or its longest sequence, takes as long.
+    A degree is skipped if a lower bound from its work or its longest sequence is not below the best so far.
     """
     best_degree, best_packing = 0, FULL
     by_tokens = longest_first(sequences)
@@ -314,13 +315,11 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
         group_tokens = degree * inputs.tokens_per_rank
         if sequences.tokens[by_tokens[0]] > group_tokens:
             continue
-        # A bound costs a few sums; packing and sharing out a degree costs a pass over all sequences.
         least = _at_least(degree, attention, linear, tokens, inputs)
         least = max(least, alone_at_best(by_tokens[0], degree, sequences, inputs))
         if least * (1.0 - _MARGIN) >= seconds:
             continue
         padded, longest = sequences, by_tokens
-        # Padded once a degree, for all three packings.
         if inputs.padding:
             padded = _padded_for_all(degree, sequences, inputs)
             longest = longest_first(padded)
@@ -329,7 +328,6 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
             if packs.number == 0:
                 continue
             found, _by, _group_of, _turn_of = share_out(degree, waves, packs, padded, inputs)
-            # Ties keep the first: the lower degree, and the earlier packing.
             if found < seconds:
                 seconds, best_degree, best_packing = found, degree, packing
     return seconds, best_degree, best_packing
@@ -337,7 +335,7 @@ def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequence
 
 @kernel
 def laid_out(packing: int, degree: int, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Pack sequences, padded for this degree, and share them out; first-fit decreasing if even packs overflow.
+    """Pack sequences that are padded for this degree and deal the packs; fall back to FULL if even packs overflow.
 
     Returns:
         The packs, and the arrays of `share_out` without the seconds.
@@ -354,7 +352,10 @@ def laid_out(packing: int, degree: int, waves: bool, sequences: Sequences, input
 def packed(
     packing: int, degree: int, waves: bool, by_tokens: IntArray, sequences: Sequences, inputs: PlannerInputs
 ) -> Any:
-    """Pack sequences, padded for this degree, in one of three ways: FULL, EVEN or LEVEL; 0 packs if one overflows."""
+    """Pack sequences that are padded for this degree; return 0 packs if EVEN overflows one.
+
+    FULL fills packs up, EVEN spreads tokens evenly over packs, LEVEL spreads work over the groups first.
+    """
     group_tokens = degree * inputs.tokens_per_rank
     if packing == LEVEL:
         return level_packs(degree, waves, group_tokens, sequences, inputs)
