@@ -1,1 +1,1 @@
-"""Strategies of jobs without fcp: static grids, padding, packing; and helpers that strategies share."""
+"""Strategies of jobs without fcp (static grids, padding, packing), and helpers shared by all strategies."""

@@ -1,4 +1,4 @@
-"""What published strategies share: micro-batches as plain lists, solvers of one function, the quickest of several."""
+"""Helpers of published strategies: micro-batches as plain lists, solvers made of a function, choice of the fastest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fcp_cli.planning.work import work_on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FunctionSolver:
-    """A strategy whose answer is a function of the batch and the problem; see `problem.Solver`."""
+    """A solver made of a function of the batch and the problem; see `problem.Solver`."""
 
     name: str
     problem: Problem
@@ -41,31 +41,34 @@ class _Timed(Protocol):
     def seconds(self, batch: Batch) -> float: ...
 
 
-Packs: TypeAlias = Sequence[tuple[int, Sequence[int] | IntArray]]  # of a wave: degree and members of each
+Packs: TypeAlias = Sequence[tuple[int, Sequence[int] | IntArray]]  # packs of a wave: (degree, members)
 _Strategy = TypeVar("_Strategy", bound=_Timed)
 
 
 def quickest_solver(solvers: Iterable[_Strategy], batches: GlobalBatches, *, steps: int = 4) -> _Strategy:
-    """Return the solver that is quickest over so many steps, evenly spaced; the first of equals."""
+    """Return the solver with the least time over `steps` evenly spaced steps; the first on ties."""
     sample = [batches.batch(step) for step in spread_steps(len(batches), steps)]
     return min(solvers, key=lambda one: sum(map(one.seconds, sample)))
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One micro-batch: positions in the batch, on ascending ranks."""
+    """A micro-batch: its ranks, ascending, and its members as positions in the batch."""
 
     ranks: Sequence[int]
     members: Sequence[int] | IntArray
 
 
 def assignment_of(drafts: Sequence[Draft], sync: Sync) -> Assignment:
-    """Keep micro-batches in the order given; under `microbatch`, in the first wave that their ranks are free for."""
+    """Return an assignment in the order of the drafts; under `microbatch`, each in the first wave with free ranks."""
     return assign_waves(drafts, level_waves(draft.ranks for draft in drafts), sync)
 
 
 def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> Assignment:
-    """Keep micro-batches in the order given and, under `microbatch`, in these waves, numbered from 0 without gaps."""
+    """Return an assignment in the order of the drafts, sorted by wave; `waves` count from 0 without gaps.
+
+    Under `iteration` the waves only give the order.
+    """
     if sync == "iteration":
         waves = [-1] * len(drafts)
     order = sorted(range(len(drafts)), key=waves.__getitem__)
@@ -80,10 +83,10 @@ def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> A
 
 
 def place_waves(waves: Iterable[Packs], problem: Problem) -> Assignment:
-    """Place waves on disjoint ranks, each group within a node if it fits.
+    """Place the groups of each wave on disjoint ranks, inside a node if they fit.
 
-    Every wave takes ranks from 0 on. Under `iteration` no rank waits for the end of a wave, and only the order is left:
-    to level the ranks' loads over the step, choose ranks and use `assignment_of`.
+    Every wave fills ranks from 0 on. Under `iteration` that does not balance the ranks' loads over the step; to do so,
+    choose ranks and use `assignment_of`.
     """
     drafts, of_wave = [], []
     for wave, packs in enumerate(waves):
@@ -97,12 +100,12 @@ def place_waves(waves: Iterable[Packs], problem: Problem) -> Assignment:
 
 
 def quickest(candidates: Iterable[Assignment], batch: Batch, problem: Problem) -> Assignment:
-    """Return the candidate with the smallest makespan; the first of equals."""
+    """Return the candidate with the smallest makespan; the first on ties."""
     return min(candidates, key=lambda assignment: makespan_seconds(assignment, batch, problem))
 
 
 def packs_of(members: Sequence[int], batch: Batch, problem: Problem, degree: int = 1) -> list[list[int]]:
-    """Pack, first-fit decreasing, some of a batch's sequences as full as a group of `degree` ranks may be."""
+    """Pack some of a batch's sequences first-fit decreasing, up to the budget of a group of `degree` ranks."""
     if not members:
         return []
     tokens = work_on(batch.work, degree, problem).tokens[members]
@@ -114,5 +117,5 @@ def packs_of(members: Sequence[int], batch: Batch, problem: Problem, degree: int
 
 
 def shard_sizes(tokens_per_rank: int) -> list[int]:
-    """Return the tokens that a strategy may shard a sequence by: the budget and its half, quarter and eighth."""
+    """Return the shard sizes that a strategy may tune: the token budget and its half, quarter and eighth."""
     return [size for size in (tokens_per_rank >> shift for shift in range(4)) if size]

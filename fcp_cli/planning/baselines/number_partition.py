@@ -10,19 +10,19 @@ _Part: TypeAlias = tuple[float, list[int]]  # weight, items
 
 
 def partition(weights: Sequence[float], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Split items so that the heaviest part is light.
+    """Split items into parts so that the heaviest part is as light as the heuristic finds.
 
     Args:
-        weights: the weights of each item, >= 0.
-        parts: how many parts, >= 1.
-        equal_counts: let the numbers of items of any two parts differ by at most one.
+        weights: weight of each item, >= 0.
+        parts: number of parts, >= 1.
+        equal_counts: keep the item counts of any two parts within one of each other.
 
     Returns:
         The items of each part, heaviest part first; parts beyond the number of items are empty.
     """
     order = sorted(range(len(weights)), key=lambda item: -weights[item])
     at_once = parts if equal_counts else 1
-    # A partial answer is its parts that are not empty, heaviest first. Each begins with one item per part.
+    # A partial answer lists its non-empty parts, heaviest first. With `equal_counts` it starts with an item in each.
     answers = [[(weights[i], [i]) for i in order[first : first + at_once]] for first in range(0, len(order), at_once)]
     heap = [(-_spread(answer, parts), serial, answer) for serial, answer in enumerate(answers)]
     heapq.heapify(heap)
@@ -39,7 +39,10 @@ def _spread(answer: Sequence[_Part], parts: int) -> float:
 
 
 def _merge(a: Sequence[_Part], b: Sequence[_Part], parts: int) -> list[_Part]:
-    """Join the heaviest part of one with the lightest of the other; empty parts are the lightest."""
+    """Merge two partial answers: the heaviest part of one with the lightest of the other, and so on.
+
+    Parts that an answer does not list are empty, so the heaviest ones of the other may stay alone.
+    """
     alone_a, alone_b = max(parts - len(b), 0), max(parts - len(a), 0)
     joined = [*a[:alone_a], *b[:alone_b]]
     for one, other in zip(a[alone_a:], reversed(b[alone_b:]), strict=True):

@@ -1,4 +1,4 @@
-"""Sequences to packs by tokens: the classic bin-packing heuristics, without a compiler."""
+"""Packing by tokens: the classic bin-packing heuristics, in plain Python."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fcp_cli.plan.pricing.padding import padded_tokens
 
 
 def min_degrees(tokens: IntArray, tokens_per_rank: int) -> IntArray:
-    """Return the fewest ranks that hold so many tokens: d_min of the papers."""
+    """Return the fewest ranks that hold each number of tokens (d_min of the papers), at least 1."""
     return np.maximum(1, -(-tokens // tokens_per_rank))
 
 
 def first_fit_decreasing(tokens: IntArray, group_tokens: int) -> IntArray:
-    """Pack as `first_fit` does, but longest first."""
+    """Pack like `first_fit`, but longest first."""
     order = np.argsort(-tokens, kind="stable")
     pack_of = np.empty(len(tokens), dtype=np.int64)
     pack_of[order] = first_fit(tokens[order], group_tokens)
@@ -28,11 +28,11 @@ def first_fit(tokens: IntArray, group_tokens: int) -> IntArray:
     """Pack in the order given, each into the first pack with room.
 
     Args:
-        tokens: [n] of each sequence, at most `group_tokens`.
-        group_tokens: most tokens of a pack, which its group holds together.
+        tokens: [n] tokens of each sequence, at most `group_tokens`.
+        group_tokens: token budget of a pack's group.
 
     Returns:
-        [n] the pack of each sequence; packs count up from 0.
+        [n] the pack of each sequence, counted from 0.
     """
     pack_of = np.empty(len(tokens), dtype=np.int64)
     free = np.full(len(tokens), group_tokens, dtype=np.int64)
@@ -46,14 +46,14 @@ def first_fit(tokens: IntArray, group_tokens: int) -> IntArray:
 def best_fit_decreasing(
     tokens: IntArray, tokens_per_rank: int, *, padding_multiple: int | None = None
 ) -> tuple[IntArray, IntArray]:
-    """Pack longest first, each into the fullest pack with room; a sequence that finds none opens a pack of d_min ranks.
+    """Pack longest first, each into the fullest pack with room, else into a new pack of its d_min ranks.
 
-    Stage 1 of the FCP paper (section 4.4): a new pack has room for d_min * tokens_per_rank tokens. In a pack of d ranks
-    sequences count as padded for d. The remaining room stays a multiple of that padding, so that sequences that fit
-    without it fit.
+    This is stage 1 of the FCP paper (section 4.4): a new pack has room for d_min * tokens_per_rank tokens. In a pack of
+    d ranks, sequences are padded for degree d. The free room is always a multiple of that padding, so padding never
+    makes a sequence too long.
 
     Returns:
-        [n] the pack of each sequence, and [packs] the ranks that each pack needs at least.
+        [n] the pack of each sequence, and [packs] the fewest ranks of each pack.
     """
     pack_of = np.empty(len(tokens), dtype=np.int64)
     degree_of = min_degrees(tokens, tokens_per_rank)

@@ -1,11 +1,11 @@
-"""`padded`: a loader's batches, each padded to its longest sequence and dealt to data-parallel ranks in turn.
+"""`padded`: the batches of a data loader, padded to their longest sequence and dealt to data-parallel ranks in turn.
 
-It is how scripts train by default (transformers' Trainer, PyTorch's DataLoader), and so a baseline that `fcp compare`
-prices; plans pad nothing. Choices that loaders leave open favour them:
+Scripts train so by default (transformers' Trainer, PyTorch's DataLoader), so `fcp compare` prices it as a baseline.
+Plans of fcp do not pad. Choices that loaders leave open favour them:
 
-- Rows a batch: the power of two that takes least over the plan, of those of which a rank holds a batch of the longest.
+- Batch size: the fastest power of two of which a rank can hold a batch of the longest sequence.
 - If no rank holds the longest sequence, all batches run on rings of the smallest degree that does.
-- Sequences are in the order of the global batch, which is as random as the loader's own.
+- Sequences keep the order of the global batch, which is as random as the loader's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fcp_cli.planning.work import batch_work
 
 
 def make_solver(batches: GlobalBatches) -> Padded:
-    """Make the solver with the smallest degree whose ranks hold the longest sequence, and the quickest rows a batch."""
+    """Make the solver with the smallest degree that holds the longest sequence, and the fastest batch size."""
     problem, table = batches.problem, batches.table
     longest, degree = batches.longest_tokens, holding_degrees(batches)[0]
     held = padded_tokens(longest, degree, problem.padding_multiple)
@@ -38,7 +38,10 @@ def make_solver(batches: GlobalBatches) -> Padded:
 
 
 class Padded:
-    """Cuts global batches into runs of `rows_per_pass` sequences, the last one maybe shorter."""
+    """Solver that cuts a global batch into runs of `rows_per_pass` sequences; the last may be shorter.
+
+    Its steps must be priced by `seconds`, since a plan knows no padding to the longest sequence.
+    """
 
     name = "padded"
 
@@ -48,7 +51,7 @@ class Padded:
         self.options: Mapping[str, Any] = {"degree": degree, "rows_per_pass": rows_per_pass}
 
     def assign(self, batch: Batch) -> Assignment:
-        """Deal the batches of one step to the groups in turn."""
+        """Deal the runs of one step to the groups in turn."""
         groups = self._problem.num_ranks // self._degree
         drafts = []
         for turn, start in enumerate(range(0, len(batch.rows), self._rows)):
@@ -58,14 +61,14 @@ class Padded:
         return assignment_of(drafts, self._problem.sync)
 
     def padded(self, batch: Batch) -> Batch:
-        """Return the batch as it runs: each sequence as long as the longest of its run."""
+        """Return the batch with each sequence padded to the longest of its run."""
         sequences = self._table.take(batch.rows)
         lengths = _padded_to_longest(sequences.length_tokens, self._rows)
         work = batch_work(replace(sequences, length_tokens=lengths), self._problem)
         return replace(batch, lengths=lengths.astype(np.int32), work=work)
 
     def seconds(self, batch: Batch) -> float:
-        """Predict the seconds of the step for any assignment."""
+        """Predict the seconds of the step, with padding."""
         return makespan_seconds(self.assign(batch), self.padded(batch), self._problem)
 
 

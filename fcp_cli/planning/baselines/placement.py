@@ -1,7 +1,7 @@
-"""Give the groups of one wave their ranks: inside a node where a group fits in one, else on whole nodes.
+"""Placement of a wave's groups on ranks: inside a node if a group fits, else on whole nodes.
 
-First-fit decreasing over nodes. Within a node ranks are taken from the left, so that powers of two come to lie
-aligned and the same groups come back in many waves, which bounds the number of distinct groups.
+First-fit decreasing over nodes. Ranks of a node are taken from the left, so groups of powers of two are aligned and
+the same groups recur in many waves, which limits the number of distinct process groups.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from fcp_cli.plan.step import offsets_of
 
 
 def place_groups(degrees: IntArray | list[int], *, num_ranks: int, ranks_per_node: int) -> tuple[IntArray, Int32Array]:
-    """Give every group its own ranks.
+    """Place groups on disjoint ranks.
 
     Args:
-        degrees: [groups] ranks that each group needs; together at most `num_ranks`.
+        degrees: [groups] ranks of each group; at most `num_ranks` in total.
         num_ranks, ranks_per_node: ranks r with equal r // ranks_per_node share a node; the last node may be smaller.
 
     Returns:
@@ -38,7 +38,7 @@ def place_groups(degrees: IntArray | list[int], *, num_ranks: int, ranks_per_nod
     node, last_degree = 0, 0
     for i in small:
         degree = int(wanted[i])
-        # Nodes that had no room for this degree have none for the next group of it: continue where the last one went.
+        # Nodes without room for this degree have none for the next group of the same degree: continue from there.
         node = nodes.first_with(degree, node if degree == last_degree else 0)
         last_degree = degree
         if ranks := nodes.take(node, degree):
@@ -52,27 +52,27 @@ def place_groups(degrees: IntArray | list[int], *, num_ranks: int, ranks_per_nod
 
 
 class _Nodes:
-    """Free ranks per node: always the right end of the node's ranks."""
+    """Free ranks of each node, always its last ones."""
 
     def __init__(self, num_ranks: int, ranks_per_node: int) -> None:
         first = range(0, num_ranks, ranks_per_node)
         self._next = list(first)
         self._stop = [min(rank + ranks_per_node, num_ranks) for rank in first]
         self._ranks_per_node = ranks_per_node
-        self._untouched = 0  # nodes from here on are wholly free
+        self._untouched = 0  # first of the nodes that are entirely free
 
     def free(self, node: int) -> int:
         return self._stop[node] - self._next[node]
 
     def first_with(self, degree: int, start: int) -> int:
-        """Return the first node from `start` on with room for `degree` ranks, or the number of nodes."""
+        """Return the first node from `start` on with `degree` free ranks, or the number of nodes if there is none."""
         for node in range(start, len(self._next)):
             if self.free(node) >= degree:
                 return node
         return len(self._next)
 
     def take(self, node: int, degree: int) -> list[int]:
-        """Take the next `degree` ranks of a node; none if there is no such node."""
+        """Take the next `degree` ranks of a node; none if `node` is the number of nodes."""
         if node == len(self._next):
             return []
         first = self._next[node]
@@ -80,7 +80,7 @@ class _Nodes:
         return list(range(first, first + degree))
 
     def take_whole_nodes(self, degree: int) -> list[int]:
-        """Take contiguous ranks from the start of a wholly free node on; none if the free nodes do not suffice."""
+        """Take contiguous ranks from the start of an entirely free node; none if the free nodes do not suffice."""
         first_node, nodes = self._untouched, -(-degree // self._ranks_per_node)
         if first_node + nodes > len(self._next) or self._stop[first_node + nodes - 1] < self._next[first_node] + degree:
             return []
@@ -91,7 +91,7 @@ class _Nodes:
         return ranks
 
     def take_anywhere(self, degree: int) -> list[int]:
-        """Take any free ranks, on few nodes: for groups that no node can hold any more, or that cross nodes anyway."""
+        """Take any free ranks, on as few nodes as possible, for a group that no longer fits better."""
         ranks: list[int] = []
         for node in sorted(range(len(self._next)), key=lambda node: (-self.free(node), node)):
             ranks += self.take(node, min(self.free(node), degree - len(ranks)))

@@ -1,4 +1,4 @@
-"""Predicted seconds of a training loop's own batches, to which the plan of its job is compared: padded, or packed."""
+"""Predicted seconds of a script's own batches, padded or packed, for comparison with the plan of its job."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from fcp_cli.planning.baselines.padded import Padded
 from fcp_cli.planning.batching.batches import GlobalBatches, batch_of, spread_steps
 from fcp_cli.words import duration
 
-_AS_GOOD: Final = 0.02  # predictions that differ by less are called equal
-_PACKED_ROWS: Final = 8192  # of the training data, at most
-_PACKED_STEPS: Final = 16  # that are priced
+_AS_GOOD: Final = 0.02  # relative difference below which predictions are called equal
+_PACKED_ROWS: Final = 8192  # largest sample of the training data that is packed
+_PACKED_STEPS: Final = 16  # largest number of packed steps that are priced
 
 
 def comparison(job: JobFacts, batches: GlobalBatches, planned: float, steps: Sequence[int]) -> str:
-    """Return a clause that compares planned seconds of a step with those of the loop without a plan.
+    """Return a clause of a message that compares the planned seconds of a step with the script's own.
 
     Args:
-        job: facts of the loop; pairs of answers are compared with nothing.
-        planned: mean predicted seconds of `steps`.
+        job: facts of the script's loop; for `DPOTrainer` the clause is empty.
+        batches: the batches of the plan.
+        planned: mean predicted seconds of `steps` under the plan.
+        steps: the steps to compare.
     """
     if job.loop == "DPOTrainer":
         return ""
@@ -52,19 +54,19 @@ def comparison(job: JobFacts, batches: GlobalBatches, planned: float, steps: Seq
 
 
 def padded_seconds(batches: GlobalBatches, job: JobFacts, steps: Sequence[int]) -> float:
-    """Return the mean seconds of steps of the loop without a plan: batches padded to their longest, data parallel.
+    """Return the mean seconds of the steps without a plan: data parallel, batches padded to their longest sequence.
 
-    Rows are in the plan's order, which is as random as the loop's own. Batches that would not fit are priced, too.
+    Rows are in the plan's order, which is as random as the script's. Batches are priced even if they do not fit.
     """
     loader = Padded(batches.problem, batches.table, degree=1, rows_per_pass=job.rows_per_pass)
     return float(np.mean([loader.seconds(batches.batch(step)) for step in steps]))
 
 
 def packed_step(batches: GlobalBatches, job: JobFacts) -> tuple[float, float]:
-    """Return mean seconds and mean number of sequences of an optimizer step of the loop that packs.
+    """Return the mean seconds and the mean number of sequences of an optimizer step of a script that packs.
 
-    Sequences are packed best-fit decreasing and rows dealt at random; an optimizer step has `global_batch_size` rows.
-    Whole steps are priced if the data has one. Rows that would not fit are priced, too.
+    Sequences are packed best-fit decreasing into rows, and rows are drawn at random, `global_batch_size` per step. Only
+    whole steps are priced, unless the data has none. Rows are priced even if they do not fit.
     """
     rows = np.random.default_rng(0).permutation(batches.rows)[:_PACKED_ROWS]
     table = batches.table.take(rows)
@@ -81,7 +83,7 @@ def packed_step(batches: GlobalBatches, job: JobFacts) -> tuple[float, float]:
 
 
 def _priced(batches: GlobalBatches, job: JobFacts, packs: Sequence[IntArray]) -> tuple[float, int]:
-    """Return the seconds and the number of sequences of one optimizer step over these packs of manifest rows."""
+    """Return the seconds and the number of sequences of an optimizer step on these packs of manifest rows."""
     problem = batches.problem
     batch = batch_of(batches.table.take(np.concatenate(packs)), problem)
     ends = np.cumsum([0, *map(len, packs)])

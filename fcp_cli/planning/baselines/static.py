@@ -1,9 +1,9 @@
-"""`static`: one degree for the whole plan, the best-tuned one, as Megatron-LM and DeepSpeed users run today.
+"""`static`: one well-tuned degree for the whole plan, as users of Megatron-LM and DeepSpeed run today.
 
-The ranks are cut into contiguous groups of one degree; the sequences of a global batch are packed up to a group's
-budget and the packs are distributed over the groups. Settings that a careful user tunes are tuned once per plan,
-by the same cost model that judges every other solver: the degree (any divisor of the ranks that holds the longest
-sequence) and whether packs are filled up (fewest packs) or evened out (every group gets packs of similar size).
+The ranks are cut into contiguous groups of one degree. The sequences of a global batch are packed up to a group's
+budget, and the packs are dealt to the groups. Two settings that a careful user tunes are tuned once per plan, with the
+cost model that judges all solvers: the degree (any divisor of the ranks that holds the longest sequence), and whether
+packs are filled up (fewest packs) or evened out (all groups get packs of similar size).
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ TUNING_STEPS = 32  # evenly spaced steps on which degree and packing are tuned
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticSolver:
-    """Plans every step with one degree.
+    """Solver that plans every step on one degree.
 
-    `packing`: `full` fills packs up, `even` spreads tokens over like packs, `level` spreads work over the groups first.
-    `heads_degree` ranks share heads; None: the quickest that the problem allows.
+    Attributes:
+        problem: the problem to plan for.
+        degree: ranks of every group; a divisor of the ranks, or the left-over ranks idle.
+        packing: `full` fills packs up, `even` spreads tokens evenly, `level` spreads work over the groups first.
+        heads_degree: Ulysses degree; None: the fastest that the problem allows.
+        name: the name in the registry of solvers.
     """
 
     problem: Problem
@@ -49,14 +53,14 @@ class StaticSolver:
         return {"degree": self.degree, **heads, "packing": self.packing}
 
     def assign(self, batch: Batch) -> Assignment:
-        """Pack, sort the packs by cost, share them out over the groups."""
+        """Pack the sequences and deal the packs to the groups, the longest first."""
         sequences = in_batch_order(work_on(batch.work, self.degree, self.problem))
         machine = planner_inputs(self.problem)
         waves = self.problem.sync == "microbatch"
         packing = PACKINGS.index(self.packing)
         packs, by, group, turn = laid_out(packing, self.degree, waves, sequences, machine)
         offsets, members = members_by_pack(packs.of, packs.number)
-        if waves:  # which are shared out by falling time
+        if waves:  # packs come in the order of dealing, an assignment by wave
             ascending = np.argsort(turn, kind="stable")
             by, group, turn = by[ascending], group[ascending], turn[ascending]
         return Assignment(
@@ -82,12 +86,13 @@ def make_solver(batches: GlobalBatches) -> StaticSolver:
 
 
 def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch]) -> tuple[StaticSolver, float]:
-    """Return the static solver that is quickest on these batches, and its seconds; tune on some of many batches only.
+    """Return the fastest static solver on these batches, and its seconds on all of them.
 
-    Its groups are always rings, as users run them today.
+    It is tuned on at most `TUNING_STEPS` batches. Its groups are always rings, as users run them today.
 
     Args:
-        longest_tokens: the longest sequence that the one degree must hold.
+        problem: the problem to plan for.
+        longest_tokens: longest sequence that the degree must hold.
         batches: the batches to tune and measure on.
     """
     tuned = [batches[i] for i in spread_steps(len(batches), TUNING_STEPS)]
@@ -97,7 +102,7 @@ def best_static(problem: Problem, longest_tokens: int, batches: Sequence[Batch])
 
 
 def static_candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticSolver]:
-    """Yield every degree that divides the ranks and holds the longest sequence, with either packing."""
+    """Yield solvers for every degree that divides the ranks and holds the longest sequence, with both packings."""
     for degree in static_degrees(problem):
         if degree * problem.tokens_per_rank >= longest_tokens:
             yield StaticSolver(problem=problem, degree=degree, packing="full")
@@ -105,11 +110,11 @@ def static_candidates(problem: Problem, longest_tokens: int) -> Iterator[StaticS
 
 
 def static_degrees(problem: Problem) -> list[int]:
-    """Return every degree that divides the ranks, ascending."""
+    """Return all degrees that divide the ranks, ascending."""
     return [degree for degree in range(1, problem.num_ranks + 1) if problem.num_ranks % degree == 0]
 
 
 def holding_degrees(batches: GlobalBatches) -> list[int]:
-    """Return every degree that divides the ranks and holds the longest sequence (all ranks do), ascending."""
+    """Return all degrees that divide the ranks and hold the longest sequence, ascending; never empty."""
     held = batches.problem.tokens_per_rank
     return [degree for degree in static_degrees(batches.problem) if degree * held >= batches.longest_tokens]

@@ -33,7 +33,7 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 @kernel
 def dealt_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return a lower bound of the makespan under waves, over all ways to deal the heaviest sequences, or `at_least`.
+    """Return the larger of `at_least` and the bound of waves over all ways to deal the heaviest sequences.
 
     A step of few sequences on few ranks is dealt whole.
     """
