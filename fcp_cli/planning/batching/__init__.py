@@ -1,1 +1,1 @@
-"""Global batches of a dataset: drawn, mixed and shuffled."""
+"""Global batches of a dataset: batching, mixing and shuffling."""

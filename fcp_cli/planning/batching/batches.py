@@ -1,9 +1,9 @@
-"""The global batches of a manifest: which sequences each optimizer step trains, before any planning.
+"""The global batches of a manifest: the sequences of each optimizer step, before any planning.
 
-Every epoch is one permutation of the rows (or their own order without shuffling), cut into global batches; a batch
-never crosses an epoch. The permutation of epoch e comes from PCG64 seeded with (seed, e), so that any step can be made
-on its own. Above `ROWS_IN_MEMORY` rows it is index-free (`shuffling`), and lengths are gathered for windows of
-consecutive steps, so that memory does not grow with the manifest.
+Every epoch is a permutation of the rows (their own order without shuffling), cut into global batches that never cross
+an epoch. The permutation of epoch e comes from PCG64 seeded with (seed, e), so any step can be made independently.
+Above `ROWS_IN_MEMORY` rows it is index-free (`shuffling`), and lengths are gathered for windows of consecutive steps,
+so memory does not grow with the manifest.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from fcp_cli.words import counted
 
 LastBatch = Literal["keep", "drop"]
 OverlongPolicy = Literal["error", "drop", "truncate"]
-_ROWS_NAMED = 5  # overlong rows that the error message names
-# Of a sample that a command plans in addition to its plan: a fraction of a second, and counted instead of timed so that
+_ROWS_NAMED = 5  # overlong rows named in the error message
+# Size of a sample that a command plans in addition to its plan, in a fraction of a second. Counted, not timed, so that
 # no answer depends on the machine's speed.
 _SAMPLED_STEPS, _SAMPLED_SEQUENCES = 4, 2048
-_WINDOW_SEQUENCES = 1 << 23  # about 0.4 GB with their work; each window reads the lengths once
+_WINDOW_SEQUENCES = 1 << 23  # about 0.4 GB with their work; each window costs one pass over the lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
-    """The rules by which a manifest is cut into global batches.
+    """Settings that cut a manifest into global batches.
 
     Attributes:
         global_batch_size: sequences per optimizer step.
-        seed: the seed of the shuffling and of every step's solver.
-        shuffle: permute the rows in every epoch, each time otherwise.
-        epochs: how often every sequence appears.
-        last_batch: `keep` plans an epoch's last, partial batch; `drop` leaves its sequences out.
-        max_length: sequences with more tokens are overlong; None: the capacity of all ranks.
-        overlong: refuse overlong sequences, drop them, or cut them to the limit.
-        step_limit: plan only that many first steps; None: all.
-        batching: batches that are not of `global_batch_size` sequences; then there is one epoch. Those that are `given`
-            are the steps of the table.
-        mixture: the mixture of a table that mixes several; an epoch then has as many sequences as the sources together.
+        seed: seed of the shuffling and of every step's solver.
+        shuffle: whether to permute the rows, differently in every epoch.
+        epochs: number of passes over the manifest.
+        last_batch: whether to `keep` or `drop` the last, partial batch of an epoch.
+        max_length: length in tokens above which a sequence is overlong; None: the capacity of all ranks.
+        overlong: whether to raise an error for overlong sequences, drop them, or truncate them to the limit.
+        step_limit: number of first steps to plan; None: all.
+        batching: rule for batches that do not have `global_batch_size` sequences, or None. It allows a single epoch;
+            batches that are `given` are the steps of the table.
+        mixture: mixture of the table's sources, or None. An epoch then has as many sequences as all sources together.
     """
 
     global_batch_size: int
@@ -68,20 +68,25 @@ class BatchSettings:
 
 
 class GlobalBatches:
-    """The global batches of one plan; `batch(step)` makes any of them, iteration makes all in order.
+    """The global batches of a plan: `batch(step)` makes one of them, iteration makes all in order.
+
+    Args:
+        table: the manifest.
+        problem: the problem to plan for.
+        settings: the settings of the batches.
+        options_that_hold: returns options of `fcp plan` that make room for a length, for error messages.
 
     Attributes:
-        problem, settings: the problem and its settings; `options_that_hold` names options of `fcp plan` that make room
-            for such a length.
-        table: the manifest, lengths already truncated under `overlong: truncate`.
-        overlong: treatment of overlong sequences.
-        sequences: number of manifest rows that take part.
-        dropped: [d] overlong rows that do not, ascending.
-        continues: the steps before the first batch; None: none.
+        problem, settings: as given.
+        table: the manifest, with lengths truncated under `overlong: truncate`.
+        overlong: report on the treatment of overlong sequences.
+        sequences: number of manifest rows that are planned.
+        dropped: [dropped] overlong rows that are not planned, ascending.
+        continues: the run that these batches continue, or None.
 
     Raises:
         OverlongError: under `overlong: error`, a sequence is longer than the limit.
-        ManifestError: no sequence, or under `last_batch: drop` no whole batch, is left.
+        ManifestError: no sequence is left, or under `last_batch: drop` no whole batch.
     """
 
     continues: Continuation | None = None
@@ -97,11 +102,11 @@ class GlobalBatches:
         self.settings = settings
         self.table, self.dropped, self.overlong = _apply_length_limit(table, problem, settings, options_that_hold)
         self.sequences = len(table) - len(self.dropped)
-        # Before the d-th dropped row there are dropped[d] - d others.
+        # The d-th dropped row has dropped[d] - d kept rows before it.
         self._kept_before = self.dropped - np.arange(len(self.dropped))
         self._epoch: tuple[int, IntArray] | None = None
         self._window: tuple[int, int, IntArray, LengthTable] | None = None  # epoch, first position, rows, their lengths
-        self._offsets: IntArray | None = None  # of batches by tokens
+        self._offsets: IntArray | None = None  # [steps + 1] of batches cut by tokens
         self._mixed = None if settings.mixture is None else self._mixed_rows(settings.mixture)
         if settings.batching is not None and settings.batching.tokens is not None:
             lengths = self.table.length_tokens[self._epoch_rows(0, 0, self.sequences)]
@@ -111,13 +116,13 @@ class GlobalBatches:
 
     @property
     def rows(self) -> IntArray:
-        """Return [sequences] the manifest rows that take part, ascending."""
+        """[sequences] manifest rows that are planned, ascending."""
         return self._kept(np.arange(self.sequences, dtype=np.int64))
 
     @property
     def longest_tokens(self) -> int:
-        """Return the most tokens of a sequence that takes part."""
-        if len(self.dropped):  # they are those above the limit
+        """Tokens of the longest sequence that is planned."""
+        if len(self.dropped):  # all sequences above the limit
             return int(max(part[part <= (self.overlong.max_length or 0)].max(initial=0) for part in self._lengths()))
         return int(max(part.max() for part in self._lengths()))
 
@@ -126,18 +131,18 @@ class GlobalBatches:
 
     @property
     def shuffle_kind(self) -> ShuffleKind | None:
-        """Return `index-free` for a manifest that is shuffled so; None: by the permutation of its rows, or not."""
+        """`index-free` for large manifests and mixtures; None if rows are permuted in memory or not shuffled."""
         is_large = self.settings.mixture is not None or (len(self.table) > ROWS_IN_MEMORY and self._offsets is None)
         return "index-free" if self.settings.shuffle and is_large else None
 
     @property
     def first_step(self) -> int:
-        """Return the number of the first batch's step."""
+        """Number of the first step, 0 unless a run is continued."""
         return 0 if self.continues is None else self.continues.first_step
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the steps of one whole epoch, before any step limit."""
+        """Steps of a whole epoch, before any step limit."""
         if self._offsets is not None:
             return len(self._offsets) - 1
         return steps_per_epoch(self.sequences, self.settings.global_batch_size, self.settings.last_batch)
@@ -150,7 +155,7 @@ class GlobalBatches:
         return (self.batch(step) for step in range(len(self)))
 
     def batch(self, step: int) -> Batch:
-        """Make the global batch of one step."""
+        """Make the global batch of a step, counted from 0."""
         return self._batch_of(step, *self._sequences(step))
 
     def _batch_of(self, step: int, rows: IntArray, sequences: LengthTable) -> Batch:
@@ -164,7 +169,7 @@ class GlobalBatches:
         )
 
     def _sequences(self, step: int) -> tuple[IntArray, LengthTable]:
-        """Return the manifest rows of a step, and their entries of the table."""
+        """Return the manifest rows of a step, and a table of their lengths."""
         if self._mixed is not None:
             rows = self._kept(self._mixed.places(step))
             return rows, self.table.take(rows)
@@ -181,7 +186,7 @@ class GlobalBatches:
         return rows[here], window.take(np.arange(here.start, here.stop))
 
     def _window_of(self, epoch: int, first: int, end: int) -> tuple[int, IntArray, LengthTable]:
-        """Return the first position, the rows and their entries of a window that holds these positions of an epoch."""
+        """Return first position, rows and lengths of a window of an epoch that covers positions `first` to `end`."""
         if self._window is not None and self._window[0] == epoch:
             begin, rows, table = self._window[1:]
             if begin <= first and end <= begin + len(rows):
@@ -203,7 +208,7 @@ class GlobalBatches:
         )
 
     def _kept(self, places: IntArray) -> IntArray:
-        """Return the rows at these places among those that take part."""
+        """Map positions among the kept rows to manifest rows."""
         return places + np.searchsorted(self._kept_before, places, side="right")
 
     def _epoch_rows(self, epoch: int, first: int, end: int) -> IntArray:
@@ -217,13 +222,13 @@ class GlobalBatches:
 
 
 def batches_of(lengths: npt.ArrayLike, problem: Problem) -> GlobalBatches:
-    """Return one global batch of sequences of these lengths in tokens, in this order: for the tests of a solver."""
+    """Return a single global batch of sequences with these lengths in tokens, in this order, for testing a solver."""
     table = LengthTable(name="lengths", length_tokens=np.asarray(lengths, dtype=np.int64))
     return GlobalBatches(table, problem, BatchSettings(global_batch_size=len(table), shuffle=False))
 
 
 def batch_of(sequences: LengthTable, problem: Problem, *, step: int = 0) -> Batch:
-    """Return these sequences as one global batch, under this problem's profile; rows are positions among them."""
+    """Return the sequences as one global batch, priced for the problem; its `rows` are positions in `sequences`."""
     lengths = sequences.length_tokens
     return Batch(
         step=step,
@@ -236,7 +241,7 @@ def batch_of(sequences: LengthTable, problem: Problem, *, step: int = 0) -> Batc
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed of a step's solver; no two steps share one."""
+    """Return the seed of a step's solver, derived from the plan's seed and the step."""
     return int(np.random.SeedSequence([seed, step], spawn_key=(1,)).generate_state(1)[0])
 
 
@@ -306,11 +311,11 @@ def _nothing_left(batches: GlobalBatches) -> str:
 
 
 def spread_steps(steps: int, most: int, *, phase: float = 0.0) -> list[int]:
-    """Return at most `most` of a plan's steps, evenly spaced; a phase of 0.5 gives those between."""
+    """Return at most `most` evenly spaced steps out of `steps`; `phase` 0.5 shifts them by half a stride."""
     count = min(steps, most)
     return [int((k + phase) * steps / count) for k in range(count)]
 
 
 def sampled_steps(steps: int, global_batch_size: int) -> list[int]:
-    """Return a few of a plan's steps, evenly spaced, to plan again; none if a single one takes too long."""
+    """Return a few evenly spaced steps of a plan, to plan once more; none if a single step would take too long."""
     return spread_steps(steps, min(_SAMPLED_STEPS, _SAMPLED_SEQUENCES // global_batch_size))

@@ -1,4 +1,4 @@
-"""The rows that a mixture trains in each step, and mixtures as commands name them."""
+"""Mixtures of manifests: parsing of `--mix`, reading of the sources, and the rows of each step."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ _FACTORS = ("eta", "vision_patches", "vision_patch_pairs")
 def read_mixture(
     words: Sequence[str], *, length_column: str, before: Mixture | None = None, first_step: int = 0
 ) -> tuple[LengthTable, Mixture]:
-    """Read the manifests of `--mix FILE:WEIGHT[@STEP]`; a weight holds from its step on.
+    """Read the manifests of `--mix FILE:WEIGHT[@STEP]`; a weight applies from its step on.
 
     Args:
-        words: the words, as typed; sources keep the order in which they are first named.
+        words: the arguments, as typed; sources keep the order in which they are first named.
         length_column: the length column of every manifest.
-        before: mixture of the run that this one continues; its sources come first, and its stages hold before
-            `first_step`, which is the least step that a weight may have.
-        first_step: the first step of weights that name none.
+        before: mixture of the run to continue, or None. Its sources come first, and its stages apply before
+            `first_step`.
+        first_step: default step of a weight, and the smallest allowed.
+
+    Returns:
+        The joined manifest of all sources, and the mixture.
 
     Raises:
-        UsageError: a word is no FILE:WEIGHT[@STEP], a weight is negative or given twice, or those of a stage sum to 0.
+        UsageError: a word is not FILE:WEIGHT[@STEP], a weight is negative or given twice, or those of a stage sum to 0.
         ManifestError: a manifest cannot be read, is given under two names, or has other columns than the first.
     """
     weights: dict[int, dict[str, float]] = {}
@@ -72,11 +75,11 @@ def read_mixture(
 
 
 def planned_manifest(metadata: PlanMetadata, paths: Sequence[Path], *, length_column: str) -> LengthTable:
-    """Read the manifest of a plan, or all manifests that it mixes, in any order.
+    """Read the manifest of a plan, or join all manifests of its mixture, given in any order.
 
     Raises:
-        UsageError: several manifests are named, but the plan is of one.
-        ManifestError: a manifest cannot be read, is none that the plan mixes, or one of those is not named.
+        UsageError: several manifests are named, but the plan has only one.
+        ManifestError: a manifest cannot be read, is not in the plan's mixture, or is missing.
     """
     if metadata.mixture is None:
         return read_manifest(one_manifest(metadata, paths), length_column=length_column)
@@ -86,7 +89,7 @@ def planned_manifest(metadata: PlanMetadata, paths: Sequence[Path], *, length_co
 
 
 def one_manifest(metadata: PlanMetadata, paths: Sequence[Path]) -> Path:
-    """Return the manifest of a plan that mixes none.
+    """Return the only manifest of a plan without a mixture.
 
     Raises:
         UsageError: several manifests are named.
@@ -97,10 +100,10 @@ def one_manifest(metadata: PlanMetadata, paths: Sequence[Path]) -> Path:
 
 
 def mixed_manifests(mixture: Mixture, paths: Sequence[Path], *, length_column: str) -> list[Path]:
-    """Return the manifests that a plan mixes, identified by their content, in the order of its sources.
+    """Return the manifests of a plan's mixture in the order of its sources, identified by their content.
 
     Raises:
-        ManifestError: a manifest cannot be read, is none that the plan mixes, or one of those is not named.
+        ManifestError: a manifest cannot be read, is not in the plan's mixture, or is missing.
     """
 
     def hash_of(path: Path) -> str:
@@ -120,22 +123,22 @@ def mixed_manifests(mixture: Mixture, paths: Sequence[Path], *, length_column: s
 
 
 def _source_names(names: Sequence[str]) -> list[str]:
-    """Return a plan's names for its sources: names of files, with as many folders as make them unique."""
+    """Return the names of the sources in a plan: file names, with parent folders if needed to make them unique."""
     parts = [Path(name).absolute().parts for name in names]
     for depth in count(1):
         short = ["/".join(one[-depth:]) for one in parts]
         if len(set(short)) == len(set(parts)):
             break
-    # One more folder, only for those that share the name of a file.
+    # Folders only for those that share a file name.
     files = [one[-1] for one in parts]
     return [file if files.count(file) == 1 else one for file, one in zip(files, short, strict=True)]
 
 
 def mixed_files(words: Sequence[str]) -> list[Path]:
-    """Return the manifests that the words name.
+    """Return the manifests named by `--mix`, each once.
 
     Raises:
-        UsageError: a word is no FILE:WEIGHT[@STEP].
+        UsageError: a word is not FILE:WEIGHT[@STEP].
     """
     return list(dict.fromkeys(Path(_parsed(word, 0)[0]) for word in words))
 
@@ -166,7 +169,7 @@ def _require_distinct(names: Sequence[str], sources: Sequence[MixtureSource]) ->
 def _after(
     before: Mixture, names: list[str], tables: list[LengthTable], sources: list[MixtureSource]
 ) -> tuple[list[str], list[LengthTable], list[MixtureSource]]:
-    """Put the sources of the earlier mixture first, so that their rows keep their numbers."""
+    """Put the sources of the earlier mixture first, so that their row numbers do not change."""
     hashes = [source.content_hash for source in sources]
     missing = [source.name for source in before.sources if source.content_hash not in hashes]
     if missing:
@@ -176,7 +179,7 @@ def _after(
         )
     order = [hashes.index(source.content_hash) for source in before.sources]
     order += [place for place in range(len(names)) if place not in order]
-    known = len(before.sources)  # loops know their names
+    known = len(before.sources)  # these keep their recorded names, which training loops refer to
     return (
         [names[at] for at in order],
         [tables[at] for at in order],
@@ -185,7 +188,7 @@ def _after(
 
 
 def _joined(names: Sequence[str], tables: Sequence[LengthTable], mixture: Mixture) -> LengthTable:
-    """Return the virtual manifest."""
+    """Return one table with the rows of all sources, in order."""
     first = tables[0]
     for name, table in zip(names, tables, strict=True):
         if table.column != first.column:
@@ -212,18 +215,18 @@ def _joined(names: Sequence[str], tables: Sequence[LengthTable], mixture: Mixtur
 
 
 class MixedRows:
-    """The rows of a mixture's steps, as places among the rows that take part.
+    """The rows of a mixture's steps, as positions among the kept rows of all sources.
 
-    A source is read for as many epochs as needed; each epoch is another permutation.
+    A source is repeated as often as needed, with another permutation in each of its epochs.
 
     Args:
         mixture: sources and stages.
-        kept: [sources] rows of each that take part.
+        kept: [sources] number of rows of each source after overlong ones are dropped.
         batch_size: sequences per step.
-        seed: the seed of the permutations; None: rows in their own order.
+        seed: seed of the permutations; None: rows in their own order.
 
     Raises:
-        ManifestError: a source with a weight has no row left.
+        ManifestError: a source with a positive weight has no row left.
     """
 
     def __init__(self, mixture: Mixture, kept: IntArray, *, batch_size: int, seed: int | None) -> None:
@@ -235,7 +238,7 @@ class MixedRows:
                 raise ManifestError(f"{name}: all its sequences are overlong; remove it from --mix")
 
     def places(self, step: int) -> IntArray:
-        """Return [batch_size] the places of a step's sequences, source by source."""
+        """Return [batch_size] the positions of a step's sequences, source by source."""
         if step + 1 >= len(self._begins):
             end = max(step + 1, 2 * len(self._begins))
             counts = self._mixture.counts(0, end, self._batch_size)

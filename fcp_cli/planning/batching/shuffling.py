@@ -1,8 +1,8 @@
-"""Index-free shuffling: a keyed permutation whose value at any position takes constant time and memory.
+"""Index-free shuffling: a keyed permutation that is evaluated at any position in constant time and memory.
 
-A Feistel network permutes the least power of four that holds all rows, and values beyond the rows are permuted again
-until they fall among them (cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). The
-result is a permutation for every key, the same on every machine.
+A Feistel network permutes the smallest power of four that covers all rows. Values beyond the rows are permuted again
+until they fall inside (cycle walking; Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). The
+result is a permutation for every key, and the same on every machine.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import numpy.typing as npt
 from fcp_cli.arrays import IntArray
 
 _ROUNDS: Final = 8
-# Multipliers of splitmix64's finalizer, whose output bits each depend on all input bits.
+# Multipliers of the splitmix64 finalizer, in which every output bit depends on all input bits.
 _MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def permuted(positions: IntArray, rows: int, key: Sequence[int]) -> IntArray:
-    """Return the rows at some positions of a permutation of `rows` rows.
+    """Return [n] the rows at these positions of the keyed permutation of `rows` rows.
 
     Args:
-        positions: [n] each of 0 to rows - 1.
-        key: seed, epoch and the like; every key gives another permutation.
+        positions: [n] positions, 0 to rows - 1.
+        rows: number of rows.
+        key: integers such as seed and epoch; every key gives another permutation.
     """
     round_keys = np.random.SeedSequence(list(key), spawn_key=(2,)).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
     half_bits = max(1, -(-max(rows - 1, 1).bit_length() // 2))
@@ -43,7 +44,7 @@ def _encrypted(
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in round_keys:
-        mixed = right + key  # wraps around
+        mixed = right + key  # uint64 addition wraps around
         for amount, factor in zip((30, 27), _MIX, strict=True):
             mixed = (mixed ^ (mixed >> np.uint64(amount))) * factor
         left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
