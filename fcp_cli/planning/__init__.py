@@ -1,1 +1,1 @@
-"""Global batches to micro-batches: solvers, allocation, placement, bounds; `published/` has one file per peer."""
+"""From global batches to micro-batches: solvers, allocation, placement, bounds; one file per peer in `published/`."""

@@ -1,4 +1,4 @@
-"""Turns a solver's answer into a planned step: idle rows, times from the cost model and the sync, makespan, bound."""
+"""Conversion of a solver's answer into a planned step: idle rows, times by cost model and sync, makespan, bound."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fcp_cli.words import counted
 
 
 class BrokenAssignmentError(RuntimeError):
-    """A solver broke its contract: a defect of fcp, never of the user's input."""
+    """A solver violated its contract: a defect of the solver, never of the user's input."""
 
 
 class StuckError(PlanError):
-    """A strategy's rings make pipelines wait for each other; waves never do."""
+    """The rings of a strategy would deadlock its pipelines; waves never do."""
 
 
 def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_seconds: float | None = None) -> StepPlan:
@@ -40,7 +40,11 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
         assignment: groups and packs in the step's global order, without idle rows; waves ascend under `microbatch`.
         batch: the global batch that was assigned.
         problem: ranks, token budget, sync, pipelines and cost profile.
-        bound_seconds: a lower bound that the caller has already; None: computed here.
+        bound_seconds: lower bound of the step; None: computed here.
+
+    Raises:
+        BrokenAssignmentError: the assignment violates a rule of plans.
+        StuckError: pipelines would deadlock.
     """
     assignment, step = _checked(assignment, batch, problem)
     if bound_seconds is None:
@@ -64,9 +68,9 @@ def assemble(assignment: Assignment, batch: Batch, problem: Problem, bound_secon
 
 
 def step_bound_seconds(batch: Batch, problem: Problem) -> float:
-    """Return a lower bound of the seconds of a step, with the encoder's work."""
+    """Return a lower bound of the step's seconds, including encoder work that all ranks of a wave share."""
     shares = encoder_shares(problem, problem.profile)
-    # Shared evenly in every wave, independent of its other work.
+    # Shared evenly in every wave, whatever else the wave runs.
     work = batch.encoder_seconds
     shared = 0.0 if work is None or shares is None else float(work.sum()) / shares.ranks
     ahead = shares is not None and shares.runs_ahead
@@ -74,12 +78,12 @@ def step_bound_seconds(batch: Batch, problem: Problem) -> float:
 
 
 def check_assignment(assignment: Assignment, batch: Batch, problem: Problem) -> None:
-    """Check that an assignment keeps the rules of a plan."""
+    """Raise BrokenAssignmentError if an assignment violates a rule of plans."""
     _checked(assignment, batch, problem)
 
 
 def _checked(assignment: Assignment, batch: Batch, problem: Problem) -> tuple[Assignment, StepPlan]:
-    """Return the assignment with its heads degrees, and the step that it makes, without times."""
+    """Check an assignment; return it with its heads degrees, and the step without times."""
     _require_whole(assignment, batch, problem)
     assignment = with_heads(assignment, batch, problem)
     step = with_idle_rows(assignment, batch, problem)
@@ -89,9 +93,9 @@ def _checked(assignment: Assignment, batch: Batch, problem: Problem) -> tuple[As
 
 
 def makespan_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> float:
-    """Predict the seconds of the step, unchecked: for solvers that compare their own candidates.
+    """Predict the seconds of the step without checking the assignment, for solvers that compare candidates.
 
-    Infinite if pipelines would deadlock.
+    The result is infinite if pipelines would deadlock.
     """
     prices = assignment_prices(assignment, batch, problem)
     rows: Assignment | StepPlan = assignment
@@ -115,12 +119,12 @@ def assignment_prices(assignment: Assignment, batch: Batch, problem: Problem) ->
     shared = wave_encoder_seconds(members, assignment.member_offsets, assignment.wave)
     shares = encoder_shares(problem, problem.profile)
     assert shares is not None
-    # All ranks of a wave encode equally long: no rank waits for a slower encoder.
+    # All ranks of a wave share encoder work evenly, so none waits for a slower encoder.
     return Prices(price.seconds + beside_language(shares, shared, price.seconds, assignment.wave))
 
 
 def with_heads(assignment: Assignment, batch: Batch, problem: Problem) -> Assignment:
-    """Return the assignment with the heads degrees that take least, unless it has its own or groups are rings."""
+    """Return the assignment with the fastest heads degrees, unless it has its own or all groups are rings."""
     if problem.attention is None or assignment.heads_degree is not None:
         return assignment
     heads = quickest_heads(problem.attention, _packs(assignment, batch), problem, problem.profile)
@@ -137,12 +141,12 @@ def _packs(assignment: Assignment, batch: Batch) -> PlacedPacks:
 
 
 def assignment_seconds(assignment: Assignment, batch: Batch, problem: Problem) -> FloatArray:
-    """Predict the seconds of each micro-batch of an assignment, [microbatches]."""
+    """Predict [microbatches] the seconds of each micro-batch of an assignment."""
     return assignment_prices(assignment, batch, problem).seconds
 
 
 def _require_whole(assignment: Assignment, batch: Batch, problem: Problem) -> None:
-    """Check the arrays before rows are made of them; `check_layout` proves the other rules."""
+    """Check the arrays before they are turned into rows; `check_layout` checks the other rules."""
     degrees, sizes = sizes_of(assignment.rank_offsets), sizes_of(assignment.member_offsets)
     _require(len(assignment.wave) == len(degrees) == len(sizes) > 0, "arrays of different lengths")
     _require(bool((degrees > 0).all() and (sizes > 0).all()), "a micro-batch without ranks or sequences")
@@ -170,15 +174,14 @@ def _require(holds: bool, otherwise: str) -> None:
 
 
 def with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> StepPlan:
-    """Make the rows of a step, with one without sequences for every rank that a wave (or the step) has no work for.
+    """Make the rows of a step, with an idle row for every rank without work in a wave (or the step); times are 0.
 
-    If pipelines are interleaved, whole waves of idle rows follow until their number is a multiple of the stages.
-
-    Times are left at 0. The idle rows of a wave follow its others, by rank.
+    The idle rows of a wave come last, by rank. With interleaved pipelines, whole waves of idle rows are added until the
+    number of waves is a multiple of the stages.
     """
     degrees = sizes_of(assignment.rank_offsets)
     begins = np.concatenate(([True], assignment.wave[1:] != assignment.wave[:-1]))
-    waves, wave_of = assignment.wave[begins], np.cumsum(begins) - 1  # under `iteration` one, numbered -1
+    waves, wave_of = assignment.wave[begins], np.cumsum(begins) - 1  # under `iteration` a single wave, -1
     if problem.pipeline is not None:
         missing = problem.pipeline.missing_waves(len(waves), problem.pipeline_parallel)
         waves = np.append(waves, waves[-1] + 1 + np.arange(missing, dtype=np.int32))
@@ -197,9 +200,9 @@ def with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> St
         step=batch.step,
         wave=wave[order],
         rank_offsets=offsets_of(all_degrees[order]),
-        # The only wave needs no sorting: its idle rows come last already.
+        # A single wave needs no reordering: its idle rows are already last.
         ranks=_reordered(ranks, all_degrees, order) if len(waves) > 1 else ranks.astype(np.int32),
-        # Sequences keep their order: idle rows have none, and the others are not reordered among themselves.
+        # Sequences need no reordering: idle rows have none, and the sort is stable.
         sequence_offsets=offsets_of(sizes[order]),
         sequences=batch.rows[assignment.members],
         lengths=batch.lengths[assignment.members],
@@ -212,7 +215,7 @@ def with_idle_rows(assignment: Assignment, batch: Batch, problem: Problem) -> St
 
 
 def _reordered(values: IntArray, sizes: IntArray, order: IntArray) -> Int32Array:
-    """Put the lists of these sizes that `values` holds back to back into another order."""
+    """Return back-to-back lists of these sizes in another order."""
     first, wanted = offsets_of(sizes)[:-1][order], sizes[order]
     within = np.arange(wanted.sum()) - np.repeat(offsets_of(wanted)[:-1], wanted)
     return np.asarray(values[np.repeat(first, wanted) + within], dtype=np.int32)

@@ -1,6 +1,6 @@
-"""Seconds that no schedule of a step can beat under the same cost profile.
+"""Lower bounds: seconds that no schedule of a step can beat under the same cost profile.
 
-The simple bounds are here, the tightened ones with their proofs in `certificate`.
+Simple bounds are proven here, tighter ones in `compiled.certificate`, `compiled.crowds` and `compiled.dealing`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from fcp_cli.planning.compiled.dealing import dealt_bound
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, shared_tokens
 from fcp_cli.planning.problem import Problem
 
-_MOST_ABREAST = 16  # sequences of which more fit side by side are left to the work's bound
-_MOST_SUMMED = 512  # sequences whose least times are summed
+_MOST_ABREAST = 16  # if more sequences of a length fit side by side, the area bound is as good
+_MOST_SUMMED = 512  # longest sequences considered
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
 def lower_bound_seconds(work: Work, problem: Problem, *, extra_seconds: float = 0.0) -> float:
-    """Return the best proven bound: simple, tightened, and under `microbatch` that of waves.
+    """Return the best proven lower bound of a step: simple, tightened and, under `microbatch`, of waves.
 
-    The end of a step is added to it, since it follows all micro-batches.
+    It includes the closing seconds of a step, which follow all micro-batches.
 
     Args:
         work: the work of the step's sequences.
-        extra_seconds: the seconds of all waves together, outside that work.
+        problem: the problem of the step.
+        extra_seconds: total seconds of all waves for other work, such as a shared encoder.
     """
     global _last
     if problem.rank_speeds is not None:
         return _bound_at_speeds(work, problem, problem.rank_speeds)
-    # A solver asks for the bound of its step, and so does who assembles the answer.
+    # Cached, since the solver of a step and `assemble` both ask for the same bound.
     if _last is not None and _last[0] is work and _last[1] is problem and _last[2] == extra_seconds:
         return _last[3]
     bound = _bound_of_like_ranks(work, problem, extra_seconds)
@@ -50,7 +51,8 @@ _last: tuple[Work, Problem, float, float] | None = None
 
 def _bound_of_like_ranks(work: Work, problem: Problem, extra_seconds: float) -> float:
     if problem.pipeline is not None:
-        whole = replace(problem, pipeline=None, sync="iteration")  # rings hold devices as long, if not at a stretch
+        # A ring occupies its devices as long as without stages, if not contiguously, so the area bounds hold.
+        whole = replace(problem, pipeline=None, sync="iteration")
         bound = max(_work_bound(work, whole), pipeline_bound_seconds(work, problem, problem.pipeline))
         return bound + problem.profile.step.closing_seconds(problem.sync)
     work_bound = max(_work_bound(work, problem), abreast_bound_seconds(work, problem))
@@ -61,8 +63,8 @@ def _bound_of_like_ranks(work: Work, problem: Problem, extra_seconds: float) -> 
 def _bound_at_speeds(work: Work, problem: Problem, speeds: Speeds) -> float:
     """Bound a step on ranks of different speeds.
 
-    No rank is quicker than the quickest, so that a bound of a job of such ranks bounds this one. Terms that do not grow
-    with the work, as messages between stages, are unchanged if all ranks are slower than the profile says.
+    No rank is faster than the fastest, so a bound for ranks of that speed is valid. Its speed counts as at least 1,
+    since terms that do not grow with the work, such as messages between stages, do not slow down with the ranks.
     """
     closing = problem.profile.step.closing_seconds(problem.sync)
     alike = lower_bound_seconds(work, replace(problem, rank_speeds=None)) - closing
@@ -81,12 +83,13 @@ def _work_bound(work: Work, problem: Problem) -> float:
 
 
 def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> float:
-    """Bound a step of pipelines by their stages, by their longest path, and by the work outside that path.
+    """Bound a step with pipelines by the work of each stage, by the longest path, and by the work outside that path.
 
-    A micro-batch goes through P stages forwards and back again, in P times its mean seconds and 2 (L - 1) messages, so
-    the longest sequence by itself bounds the step. And all work of a stage s is shared by N devices at best, of which
-    one that works begins with the forwards of s stages behind it, of some micro-batch, and ends with as many backwards
-    to go. No micro-batch takes less on a stage than the fixed seconds and its part of the least sequence on all ranks.
+    A micro-batch passes P stages forwards and back again, in P times its mean seconds and 2 (L - 1) messages for L
+    virtual stages in total, so the longest sequence alone bounds the step. The work of stage s is shared evenly by N
+    devices at best. Each of them starts after some micro-batch's forwards on the s earlier stages, and ends with as
+    many backwards still to go. On any stage, a micro-batch takes at least the fixed seconds and the share of the
+    smallest sequence on all ranks.
     """
     stages, n = problem.pipeline_parallel, problem.num_ranks
     c = problem.profile.coefficients
@@ -106,13 +109,13 @@ def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> 
 
 
 def _longest_path_seconds(work: Work, even: FloatArray, problem: Problem, pipeline: Pipeline) -> float:
-    """Bound a step of pipelines by the path of its longest sequence, and its ranks' other work before and after.
+    """Bound a step with pipelines by the path of its longest sequence, plus other work of its ranks before and after.
 
-    The longest sequence goes on d ranks, in P t(d) seconds and its messages. For any other work of one of them, its
-    first stage runs either that one's forward before or its backward after that whole way (of V blocks, the first): at
-    least a share q of its seconds there. Sequences that share the micro-batch make the path longer by P times their
-    matrices. So with w(i) = min(q even(i), P linear(i)) of all others, of which N - d other ranks take no more than q T
-    each, the step takes T >= P t(d) + (sum of w - (N - d) q T) / d for some d.
+    On d ranks the longest sequence takes P t(d) seconds and its messages. For any other micro-batch of these ranks, the
+    first stage (with V virtual stages, its first block) runs either the forward before that whole path or the backward
+    after it: at least a share q of its seconds there. Sequences in the same micro-batch lengthen the path by P times
+    their linear seconds instead. Let w(i) = min(q even(i), P linear(i)) for all other sequences. The N - d other ranks
+    take at most q T of it each, so T >= P t(d) + (sum of w - (N - d) q T) / d for some d.
     """
     stages, n = problem.pipeline_parallel, problem.num_ranks
     share = min(pipeline.forward_share, 1.0 - pipeline.forward_share) / pipeline.virtual_stages
@@ -135,13 +138,13 @@ def simple_bound_seconds(work: Work, problem: Problem) -> float:
 def area_bound_seconds(work: Work, problem: Problem) -> float:
     """Bound the step by all work, shared evenly by all ranks.
 
-    A micro-batch of degree d holds at most d * tokens_per_rank tokens and costs its ranks d * microbatch_seconds
-    in addition to the work, so the ranks together pay for at least tokens / tokens_per_rank micro-batches; and every
-    rank that works pays for one. With recomputation, beta and S(h) for h tokens of a rank are at least h times their
-    least sum per token.
+    A micro-batch of degree d holds at most d * tokens_per_rank tokens and costs its ranks d * microbatch_seconds in
+    addition to the work. So the ranks together pay for at least tokens / tokens_per_rank micro-batches, and every
+    working rank for at least one. With recomputation S(h) of h tokens on a rank, beta + S(h) is at least h times its
+    least value per token.
 
-    Of a rank of speed s, a second does s seconds of work. One that does none wastes the step, which lasts at least as
-    long as the least micro-batch on the quickest rank.
+    A rank of speed s does s seconds of work per second. A rank without work wastes the whole step, which lasts at least
+    as long as the shortest micro-batch on the fastest rank.
     """
     n = problem.num_ranks
     if problem.rank_speeds is not None:
@@ -158,20 +161,20 @@ def area_bound_seconds(work: Work, problem: Problem) -> float:
 
 
 def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
-    """Bound the step by its longest sequence: max over sequences of min over feasible degrees of its isolated time.
+    """Bound the step by its longest sequence: max over sequences of min over feasible degrees of the time alone.
 
-    A group of d ranks is no quicker than the d-th quickest rank.
+    A group of d ranks is no faster than the d-th fastest rank.
     """
     return float(longest_alone(_quickest_first(problem), in_batch_order(work), planner_inputs(problem)))
 
 
 def abreast_bound_seconds(work: Work, problem: Problem) -> float:
-    """Bound the step by its longest sequences, few of which fit side by side: their least times, summed, over how many.
+    """Bound the step by its longest sequences, of which only a few fit side by side.
 
-    While a sequence runs, its tokens are part of its ranks' budgets, and all ranks together hold N E tokens. So of the
-    sequences with at least t tokens no more than k = floor(N E / t) run at any moment, and each of them runs for its
-    least isolated time or longer: the sum of these times is at most k times the step's. Not so in pipelines, whose
-    stages hold several micro-batches at once.
+    While a sequence runs, its tokens occupy its ranks' budgets, and all ranks together hold N E tokens. So at most
+    k = floor(N E / t) sequences of at least t tokens run at any moment, each for at least its least time alone. The sum
+    of these times is therefore at most k times the makespan. This does not hold in pipelines, whose stages hold several
+    micro-batches at once.
     """
     room = problem.num_ranks * problem.tokens_per_rank
     longest = np.argsort(-work.tokens, kind="stable")[:_MOST_SUMMED]
@@ -184,7 +187,7 @@ def abreast_bound_seconds(work: Work, problem: Problem) -> float:
 
 
 def floored_bound_seconds(work: Work, problem: Problem) -> float:
-    """Bound a step of waves by the floor of each: as few as hold all tokens, one as long as the longest sequence."""
+    """Bound a step of waves by their floor: the fewest waves that hold all tokens, one with the longest sequence."""
     floor = problem.profile.step.floor_seconds(problem.sync)
     if not floor:
         return 0.0
@@ -193,7 +196,7 @@ def floored_bound_seconds(work: Work, problem: Problem) -> float:
 
 
 def _quickest_first(problem: Problem) -> FloatArray:
-    """Return [num_ranks] the speeds of the ranks, falling."""
+    """Return [num_ranks] the rank speeds, fastest first."""
     if problem.rank_speeds is None:
         return np.ones(problem.num_ranks)
     return np.asarray(sorted(problem.rank_speeds, reverse=True), dtype=np.float64)

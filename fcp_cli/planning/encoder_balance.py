@@ -1,4 +1,4 @@
-"""Settles who shares the work of a vision encoder, the ranks of each ring or of a wave, and whether it is done once."""
+"""Choice of the ranks that share the work of a vision encoder: each ring, a whole wave, or dedicated encoder ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ Wanted = Literal["ring", "wave", "auto"]
 
 
 def balanced_encoder(batches: GlobalBatches, wanted: Wanted, assumptions: Assumptions) -> Problem:
-    """Return the batches' problem with the requested encoder balance; `auto` takes the quicker one on the first step.
+    """Return the batches' problem with the requested encoder balance; `auto` picks the faster one on the first step.
 
     Args:
-        batches: the batches under a problem in which rings share the encoder's work.
-        wanted: the option.
+        batches: batches whose problem shares encoder work within rings.
+        wanted: value of `--encoder-balance`.
         assumptions: collects the choice of `auto`.
+
+    Raises:
+        UsageError: `wave` was requested without waves.
     """
     problem = batches.problem
     if wanted == "ring":
@@ -51,12 +54,15 @@ def balanced_encoder(batches: GlobalBatches, wanted: Wanted, assumptions: Assump
 
 
 def with_encoder_ranks(batches: GlobalBatches, wanted: str, assumptions: Assumptions) -> Problem:
-    """Return the batches' problem with some of its ranks set aside for the encoder.
+    """Return the batches' problem with some of its ranks dedicated to the encoder.
 
     Args:
-        batches: the batches under a problem in which all ranks run the whole model.
-        wanted: how many, or `auto`: the number with the shortest first step.
+        batches: batches whose problem runs the whole model on all ranks.
+        wanted: number of encoder ranks, or `auto` for the number with the shortest first step.
         assumptions: collects the choice of `auto`.
+
+    Raises:
+        UsageError: the sync or the recipe does not allow encoder ranks, or the number is out of range.
     """
     problem, most = batches.problem, batches.problem.num_ranks - 1
     if problem.sync != "microbatch":
@@ -79,7 +85,7 @@ def with_encoder_ranks(batches: GlobalBatches, wanted: str, assumptions: Assumpt
 
 
 def set_aside(problem: Problem, count: int) -> Problem:
-    """Return the same ranks with the last `count` of them only for the encoder."""
+    """Return the problem with its last `count` ranks dedicated to the encoder."""
     ranks = problem.all_ranks - count
     return replace(
         problem,
@@ -91,7 +97,7 @@ def set_aside(problem: Problem, count: int) -> Problem:
 
 
 def _likely_counts(batches: GlobalBatches) -> list[int]:
-    """Return counts of encoder ranks near the encoder's share of all work, with room for the longest sequence."""
+    """Return numbers of encoder ranks near the encoder's share of all work; the others still hold every sequence."""
     problem, batch = batches.problem, batches.batch(0)
     encoder = float(vision_seconds(batches.table.take(batch.rows), problem.profile).sum())
     even = problem.num_ranks * encoder / float(batch.work.total_seconds.sum())

@@ -1,4 +1,4 @@
-"""Turn problems and batches into the arrays and numbers that the compiled planner works on."""
+"""Conversion of problems and batches into the arrays and numbers that the kernels take."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fcp_cli.planning.problem import Problem
 
 
 def changed(inputs: PlannerInputs, **fields: Any) -> PlannerInputs:
-    """Return inputs with other prices, or with another token budget."""
+    """Return inputs with other fields, and the table of ways computed anew."""
     inputs = inputs._replace(**fields)
     return inputs._replace(splits=tabulated(inputs))
 
 
 def repriced(inputs: PlannerInputs, **prices: Any) -> PlannerInputs:
-    """Return inputs with other unit prices."""
+    """Return inputs with other unit prices, and the table of ways computed anew."""
     return changed(inputs, prices=inputs.prices._replace(**prices))
 
 
@@ -31,11 +31,11 @@ _last: tuple[Problem, PlannerInputs] | None = None
 
 
 def planner_inputs(problem: Problem, groups: list[range] | None = None, *, whole_nodes: bool = False) -> PlannerInputs:
-    """Return ranks, token budget and cost of a problem.
+    """Return ranks, token budget and prices of a problem.
 
-    Rings may use the given groups only (widest first), or all groups of neighbouring ranks; with `whole_nodes` those
-    across nodes must be of whole ones. Only the last answer for a problem is kept: a step's bounds ask again and
-    again, and tabulating ways to split heads takes longer.
+    Rings may only use the given groups (widest first), or all groups of neighbouring ranks; with `whole_nodes`, groups
+    across nodes must consist of whole nodes. The last answer without either is cached, since the bounds of a step ask
+    repeatedly and tabulating Ulysses degrees takes time.
     """
     global _last
     if groups or whole_nodes:
@@ -70,13 +70,13 @@ def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> PlannerIn
 
 
 def shared_tokens(problem: Problem) -> int:
-    """Return the tokens of a rank's micro-batch at which a token takes the least fixed seconds and recomputation."""
+    """Return the tokens of a rank's micro-batch with the least fixed seconds and recomputation per token."""
     levels, tokens = problem.profile.priced_levels, problem.tokens_per_rank
     return min(tokens, cheapest_tokens(levels, problem.profile.coefficients.microbatch_seconds)) if levels else tokens
 
 
 def with_recomputation(sequences: Sequences, inputs: PlannerInputs) -> Sequences:
-    """Return sequences whose single-rank work has their recomputation: by themselves, or as a share of a full pack."""
+    """Return sequences whose single-rank work includes recomputation: alone, or as a share of a full pack's."""
     if not inputs.prices.again.any():
         return sequences
     tokens, full = sequences.tokens, min(inputs.shared_tokens, inputs.tokens_per_rank)
@@ -86,12 +86,12 @@ def with_recomputation(sequences: Sequences, inputs: PlannerInputs) -> Sequences
 
 
 def without_splits(inputs: PlannerInputs) -> PlannerInputs:
-    """Return inputs whose groups are rings."""
+    """Return inputs whose groups are all plain rings."""
     return changed(inputs, splits=_untabulated([], only=False))
 
 
 def _splits_of(problem: Problem) -> Splits:
-    """Return the ways in which groups may share heads: in sets inside nodes and rings of them, or all of a group."""
+    """Return the allowed Ulysses degrees: sets inside nodes (`2d`), or whole groups (`ulysses`); not yet tabulated."""
     heads = problem.profile.heads
     if problem.attention is None or heads is None:
         return _untabulated([], only=False)
@@ -106,14 +106,14 @@ def _untabulated(heads: Sequence[int], *, only: bool) -> Splits:
 
 
 def in_batch_order(work: Work) -> Sequences:
-    """Return the sequences in the order of the batch."""
+    """Return the sequences of a batch in its order."""
     return Sequences(
         attention=work.attention_seconds, linear=work.unhidden_seconds, work=work.total_seconds, tokens=work.tokens
     )
 
 
 def by_falling_work(work: Work) -> tuple[IntArray, Sequences]:
-    """Return positions in the batch by falling work (ties by position), and the sequences in that order."""
+    """Return [sequences] positions in the batch by falling work (ties by position), and the sequences in that order."""
     total = work.total_seconds
     order = np.argsort(-total, kind="stable")
     return order, Sequences(

@@ -1,4 +1,4 @@
-"""The planner as a callable object: takes lengths, returns one planned step, reads and writes no files."""
+"""The planner as an object: takes lengths, returns a planned step; planning reads and writes no files."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from fcp_cli.validation import validated
 
 
 class Planner:
-    """Plan global batches whose lengths are only known at run time, as `fcp plan` would plan them.
+    """Planner of global batches whose lengths are only known at run time; plans like `fcp plan`.
 
-    The same lengths give the same step on every machine and in every process, so ranks that each plan agree without a
-    message. The first call compiles all that later ones need. A planner keeps no lengths between calls and may be
-    called by several threads at once.
+    The same lengths give the same step on every machine and in every process, so ranks can plan independently and agree
+    without communication. The first call compiles all kernels that later calls need. A planner keeps no lengths between
+    calls and may be called by several threads at once.
 
     Attributes:
-        problem: the problem of every step, with the settings that the arguments left open.
+        problem: the problem of every step, including assumed settings.
         assumed: assumptions for arguments that were not given: name -> value and reason.
     """
 
@@ -54,14 +54,15 @@ class Planner:
         phase: Literal["training", "forward"] = "training",
         rank_speeds: GivenSpeeds | None = None,
     ) -> None:
-        """Complete the planning problem; arguments correspond to the options of `fcp plan` with the same names.
+        """Resolve the planning problem; arguments correspond to the options of `fcp plan` with the same names.
 
         Args:
-            profile: a cost profile's file; None: `profile.yaml` here, else one computed for `model` and `cluster`.
-            model, cluster: a shipped name, or its YAML.
-            ranks: model replicas; None: the cluster's.
-            ranks_per_node: None: the cluster's.
-            tokens_per_rank: maximum tokens of a rank in a micro-batch; None: by memory.
+            profile: file of a cost profile; None: `profile.yaml` in the working directory, else one computed for
+                `model` and `cluster`.
+            model, cluster: name of a shipped one, or a YAML file.
+            ranks: number of model replicas; None: that of the cluster.
+            ranks_per_node: replicas per node; None: those of the cluster.
+            tokens_per_rank: token budget of a rank in a micro-batch; None: derived from memory.
             sync: when ranks synchronize; None: `iteration` if it fits.
             max_degree: 1 forbids rings, for trainers that only distribute whole sequences; None: no limit.
             phase: `forward` plans passes without a backward, e.g. for log-probabilities.
@@ -69,7 +70,7 @@ class Planner:
 
         Raises:
             ProfileError: the profile, the model or the cluster cannot be used.
-            UsageError: settings that contradict each other or cannot be assumed.
+            UsageError: settings contradict each other or cannot be assumed.
         """
         request = PlanRequest(
             profile=None if profile is None else Path(profile),
@@ -104,11 +105,11 @@ class Planner:
             lengths: [sequences] tokens, each at least 1.
             eta: [sequences] mask factor of the papers, 0 causal to 1 full; None: all causal.
             vision_patches, vision_patch_pairs: [sequences] as in a manifest; None: no vision.
-            step: the number that the planned step carries.
+            step: number of the planned step.
 
         Raises:
-            ManifestError: no sequences, columns of different lengths, or a value out of its range.
-            OverlongError: a sequence is longer than all ranks (without rings: than one rank) can hold.
+            ManifestError: no sequences, columns of different lengths, or a value out of range.
+            OverlongError: a sequence is longer than all ranks (without rings: a single rank) can hold.
         """
         factors = {"eta": eta, "vision_patches": vision_patches, "vision_patch_pairs": vision_patch_pairs}
         table = _table(lengths, factors)
@@ -131,16 +132,16 @@ class Planner:
         global_batch_tokens: int | None = None,
         **options: Any,
     ) -> OnlineSettings:
-        """Return the `planner` argument of `fcp_cli.runtime.start` for a stream whose settings differ from the
-        defaults.
+        """Return the `planner` argument of `fcp_cli.runtime.start` for a stream with settings other than the defaults.
 
         Args:
             global_batch_size: sequences per optimizer step.
-            global_batch_tokens: maximum tokens per optimizer step, instead. Neither: the stream yields whole batches.
+            global_batch_tokens: maximum tokens per optimizer step, instead. If neither is given, the stream must yield
+                whole global batches.
             options: fields of `OnlineOptions`: ahead, stream_begins, refit_every.
 
         Raises:
-            UsageError: both sizes are given, or a value cannot be used.
+            UsageError: both sizes are given, or a value is invalid.
         """
         batching = stream_batching(global_batch_size, global_batch_tokens)
         given = validated(options, OnlineOptions, where="the planner's settings cannot be used", error=UsageError)

@@ -1,4 +1,4 @@
-"""The values that a solver takes and returns: a problem, a global batch, an assignment."""
+"""Inputs and outputs of a solver: a problem, a global batch, an assignment."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fcp_cli.validation import fields_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem(PlanSetup):
-    """All that is the same for every step of a plan. `tokens_per_rank` is the token budget E of the papers.
+    """Settings that all steps of a plan share. `tokens_per_rank` is the token budget E of the papers.
 
-    A rank is a model replica of `tensor_parallel` x `pipeline_parallel` devices: the profile's times and memory are
-    those of such a rank. `num_ranks` hold sequences; `encoder_ranks` may follow after them.
+    A rank is a model replica of `tensor_parallel` x `pipeline_parallel` devices, and the times and memory of the
+    profile are those of such a rank. `num_ranks` ranks hold sequences; `encoder_ranks` more may follow them.
 
-    Under a `padding_multiple` the token budget is a multiple of it (`whole_budget`), which loses nothing. A `Batch`
-    holds the work and the tokens of sequences padded for one rank; `work` has the padding of wider groups.
+    With a `padding_multiple`, the token budget must be a multiple of it (`whole_budget`), which wastes nothing. A
+    `Batch` holds sequences padded for a single rank; `planning.work` adds the padding of wider groups.
 
-    If all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it apart: packs and rings
-    are chosen only for the language model, since packing does not change the pictures that a rank encodes.
+    If all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it separately. Packs and rings
+    are then chosen for the language model only, since packing does not change the images that a rank encodes.
 
     Attributes:
-        profile: prices micro-batches, and the splitting of heads if `attention` allows that.
-        rank_speeds: the rank speeds of all ranks against the profile; None: all as it says.
+        profile: prices of micro-batches, and of Ulysses groups if `attention` allows them.
+        rank_speeds: rank speeds relative to the profile; None: all 1.
     """
 
     rank_speeds: Speeds | None = None
@@ -40,12 +40,12 @@ class Problem(PlanSetup):
 
     @property
     def phase(self) -> Phase | None:
-        """`forward` if micro-batches have no backward; None: they train."""
+        """`forward` if micro-batches have no backward, else None (training)."""
         return self.profile.phase
 
     @property
     def all_ranks(self) -> int:
-        """Ranks of the job, with those that only encode."""
+        """Number of ranks of the job, including encoder ranks."""
         return self.num_ranks + (self.encoder_ranks or 0)
 
     def metadata_fields(self) -> dict[str, Any]:
@@ -64,18 +64,19 @@ class Problem(PlanSetup):
 
 
 def whole_budget(tokens_per_rank: int, padding_multiple: int | None) -> int:
-    """Return the part of a token budget that padded sequences can fill: a rank holds such a multiple of each."""
+    """Round a token budget down to the padding multiple: padded sequences can fill no more of it."""
     if padding_multiple is None:
         return tokens_per_rank
     return tokens_per_rank // padding_multiple * padding_multiple
 
 
 def problem_of(metadata: PlanMetadata, *, name: str, step: int = 0) -> Problem:
-    """Read the problem of a plan from its own metadata.
+    """Return the problem recorded in a plan's metadata.
 
     Args:
+        metadata: the plan's metadata.
         name: name of the file in messages.
-        step: the step whose times and speeds hold, if they were measured anew while the run planned.
+        step: step whose refit and rank speeds apply, for runs that plan while they train.
     """
     profile = parse_cost_profile(metadata.cost_profile, name=f"{name}: the plan's cost profile")
     shared = fields_of(PlanSetup, metadata)
@@ -92,9 +93,10 @@ class Batch:
         step: optimizer step.
         rows: [n] manifest rows.
         lengths: [n] tokens, after truncation.
-        work: per sequence, on a single rank; with padding, see `work.batch_work`.
-        encoder_seconds: [n] of each sequence on a single rank, if all ranks of a wave share it; None: `work` has it.
-        seed: differs per step, derived from the plan's seed; the only source of randomness.
+        work: [n] work of each sequence on a single rank, with its padding; see `work.batch_work`.
+        encoder_seconds: [n] encoder seconds of each sequence on a single rank, if all ranks of a wave share them; None:
+            they are part of `work`.
+        seed: seed of the step, derived from the plan's; a solver's only source of randomness.
     """
 
     step: int
@@ -109,10 +111,12 @@ class Batch:
 class Assignment:
     """A solver's answer: groups and packs in one global order; times follow from the cost model.
 
-    Micro-batch i runs the batch's sequences `members[member_offsets[i]:member_offsets[i + 1]]` (positions in the
-    batch, not manifest rows) on `ranks[rank_offsets[i]:rank_offsets[i + 1]]` (ascending). Idle rows are dropped.
-    `wave` counts up from 0 under the sync `microbatch`, and is -1 everywhere under `iteration`. `heads_degree` ranks of
-    a group share heads; None: as many as is quickest among those that the problem allows.
+    Micro-batch i runs the sequences `members[member_offsets[i]:member_offsets[i + 1]]` (positions in the batch, not
+    manifest rows) on `ranks[rank_offsets[i]:rank_offsets[i + 1]]` (ascending). Idle rows are not listed.
+
+    Attributes:
+        wave: [microbatches] counted up from 0 under the sync `microbatch`, all -1 under `iteration`.
+        heads_degree: [microbatches] Ulysses degree of each group; None: the fastest that the problem allows.
     """
 
     wave: Int32Array
@@ -124,11 +128,11 @@ class Assignment:
 
 
 class Solver(Protocol):
-    """Plans one step at a time; the same batch always gives the same answer.
+    """Planner of one step at a time; the same batch must always give the same answer.
 
     Attributes:
-        name: the name, as in the registry of solvers.
-        options: other settings that determine its answers, for the plan's metadata: JSON values.
+        name: the name in the registry of solvers.
+        options: other settings that determine the answers, as JSON values for the plan's metadata.
     """
 
     @property
@@ -144,12 +148,12 @@ class Solver(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricedStep:
-    """A step of a strategy whose execution no plan has, as its `price` predicts it.
+    """Predicted step of a strategy whose execution a plan cannot express; see `spread_attention`.
 
     Attributes:
-        seconds: the predicted seconds of the step.
-        bound_seconds: the seconds that no schedule of the same execution beats.
-        busy_rank_seconds: the busy seconds of all ranks, without waiting.
+        seconds: predicted seconds of the step.
+        bound_seconds: lower bound of any schedule with the same execution.
+        busy_rank_seconds: seconds of all ranks together, without waiting.
     """
 
     seconds: float

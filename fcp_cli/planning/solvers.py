@@ -1,4 +1,4 @@
-"""The solvers by name: fcp's own, imported when they are asked for, and those of other packages (`fcp.solvers`)."""
+"""Registry of solvers: fcp's own, imported lazily, and those of other packages (entry points `fcp.solvers`)."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ SolverFactory: TypeAlias = Callable[[GlobalBatches], Solver]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """A solver's factory, and the facts that commands need before it is imported.
+    """A solver's factory, and facts that commands need before importing it.
 
     Attributes:
         factory: the factory, as module:function.
-        options: the options that the factory takes besides the batches.
-        attention: how its groups split heads; None: its groups are rings, and fcp's are as asked.
-        knows_sync: whether it plans one sync otherwise than the other.
-        is_quick: whether `fcp compare` runs it unasked.
-        own_execution: whether it prices an execution that nothing here runs, by the bytes of queries and keys: a mark
-            to measure plans against, and no rival.
-        plans: whether its steps can be trained by a plan; the others are only for `fcp compare`.
+        options: options of the factory besides the batches.
+        attention: the `--attention` that it needs for its groups; None: rings, or for fcp any value.
+        knows_sync: whether its plans differ between the syncs.
+        is_quick: whether `fcp compare` runs it by default.
+        own_execution: whether it prices an execution that fcp cannot run, from the bytes of queries and keys: a
+            reference for plans, not a competitor.
+        plans: whether it makes plans that can be trained; if not, it is only for `fcp compare`.
     """
 
     factory: str
@@ -51,7 +51,7 @@ _PUBLISHED: Final = "fcp_cli.planning.published"
 
 
 def _unplanned(module: str) -> Strategy:
-    """Return the facts of a published strategy whose execution no plan of rings is."""
+    """Return the facts of a published strategy whose execution a plan of rings cannot express."""
     return Strategy(factory=f"{_PUBLISHED}.{module}:make_solver", is_quick=False, own_execution=True, plans=False)
 
 
@@ -96,17 +96,17 @@ def solver_names() -> list[str]:
 
 
 def strategy(name: str) -> Strategy:
-    """Return the registered facts of a solver, or the defaults if it is of another package."""
+    """Return the registered facts of a solver, or the defaults for a solver of another package."""
     return _OWN.get(name, _OF_PLUGINS)
 
 
 def compared_names() -> list[str]:
-    """Return the names of all strategies that `fcp compare` knows: the solvers, and those that make no plan."""
+    """Return the names of all strategies of `fcp compare`: the solvers, then baselines without a plan."""
     return list(dict.fromkeys([*solver_names(), *(name for name, own in _OWN.items() if not own.plans)]))
 
 
 def works_under(name: str, profile: CostProfile) -> bool:
-    """Return whether the profile prices heads, or the strategy needs no such price."""
+    """Return whether a strategy can be priced: the profile prices heads, or the strategy needs no such price."""
     known = strategy(name)
     return profile.heads is not None or not (known.attention or known.own_execution)
 
@@ -117,7 +117,10 @@ def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
     Args:
         name: one of `solver_names()`.
         batches: the batches to plan.
-        options: the options of the solver's factory, by name; None and False mean options that were not given.
+        options: options of the solver's factory, by name; None and False count as not given.
+
+    Raises:
+        UsageError: the solver does not take an option.
     """
     given = {option: value for option, value in options.items() if value is not None and value is not False}
     plugin = _require_known(name, given)
@@ -128,20 +131,20 @@ def make_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
 
 
 def make_planning_solver(name: str, batches: GlobalBatches, **options: Any) -> Solver:
-    """Make the named solver, whose steps are to be trained; see `make_solver`."""
+    """Make the named solver for a plan to be trained; raise UsageError if it makes no plans. See `make_solver`."""
     require_planning_solver(name, **options)
     return make_solver(name, batches, **options)
 
 
 def require_planning_solver(name: str, **options: Any) -> None:
-    """Check, before there are batches, that a solver has this name, makes plans and takes these options."""
+    """Check, before batches exist, that the named solver is known, makes plans and takes these options."""
     if not strategy(name).plans:
         raise UsageError(f"--solver {name} is a baseline without a plan; 'fcp compare --solvers fcp,{name}' prices it")
     _require_known(name, [option for option, value in options.items() if value is not None])
 
 
 def _require_known(name: str, options: Iterable[str]) -> Plugin | None:
-    """Return the plug-in of the name if it is not fcp's own; raise if there is none or it does not take the options."""
+    """Return the plug-in of this name, or None for fcp's own; raise if neither exists or an option is not taken."""
     plugin = None if name in _OWN else REGISTRY.plugin(name)
     for option in options:
         if option not in strategy(name).options:
@@ -158,7 +161,7 @@ def _solver_of(plugin: Plugin, batches: GlobalBatches) -> Solver:
             raise TypeError("the solver's assign is no method")
         options = dict(solver.options)
         json.dumps(options, allow_nan=False)
-        ForkingPickler.dumps(solver)  # planning processes get copies
+        ForkingPickler.dumps(solver)  # must be picklable: planning processes get copies
     except FcpError:
         raise
     except (Exception, SystemExit) as error:
@@ -172,7 +175,7 @@ def _solver_of(plugin: Plugin, batches: GlobalBatches) -> Solver:
 
 
 def _checked(name: str, solver: Solver, batch: Batch, problem: Problem) -> Assignment:
-    """Plan one step by the solver of another package, whose faults are its own: each is one line that names it."""
+    """Plan a step with a plug-in's solver; turn any failure into a one-line error that names the plug-in."""
     try:
         found = solver.assign(batch)
         check_assignment(found, batch, problem)

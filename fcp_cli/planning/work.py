@@ -1,4 +1,4 @@
-"""The work of sequences and packs under a problem's profile, with the padding that its rings need."""
+"""Work of sequences and packs under a problem's profile, including the padding of rings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fcp_cli.planning.problem import Problem
 
 
 def batch_work(sequences: LengthTable, problem: Problem) -> Work:
-    """Return the work of each sequence on a single rank, padded for that.
+    """Return [sequences] the work of each sequence on a single rank, padded for one rank.
 
-    It is only the language model's if all ranks of a wave share the encoder's (`batch_encoder_seconds`).
+    If all ranks of a wave share the encoder's work (`batch_encoder_seconds`), it is not included.
     """
     if problem.encoder_balance is not None:
         sequences = pricing.without_pictures(sequences)
@@ -23,23 +23,23 @@ def batch_work(sequences: LengthTable, problem: Problem) -> Work:
 
 
 def batch_encoder_seconds(sequences: LengthTable, problem: Problem) -> FloatArray | None:
-    """Return the work of each sequence that a wave's ranks share, [n] in seconds of one rank; None without any."""
+    """Return [n] the single-rank encoder seconds of each sequence if a wave's ranks share them, else None."""
     return None if problem.encoder_balance is None else vision_seconds(sequences, problem.profile)
 
 
 def work_on(work: Work, degree: npt.ArrayLike, problem: Problem) -> Work:
-    """Pad the same sequences for groups of `degree` ranks; the arguments broadcast. Still before division by it."""
+    """Return the work of sequences padded for groups of `degree` ranks, not divided by it; the arguments broadcast."""
     return padded_work(work, degree, problem.padding_multiple, problem.profile)
 
 
 def pack_work(work: Work, members: IntArray, offsets: IntArray, degree: npt.ArrayLike, problem: Problem) -> Work:
-    """Add up the work of packs on groups.
+    """Return [packs] the total work of packs, padded for their groups.
 
     Args:
         work: the work of the batch's sequences.
-        members: the members of all packs, back to back: pack p has `members[offsets[p]:offsets[p + 1]]`, at least one.
+        members: members of all packs, back to back: pack p has `members[offsets[p]:offsets[p + 1]]`, at least one.
         offsets: [packs + 1].
-        degree: the degree of the packs' groups: [packs], or one for all.
-        problem: the problem for the padding of rings.
+        degree: degree of the packs' groups: [packs], or one for all.
+        problem: the problem, for the padding of rings.
     """
     return pricing.pack_work(work.take(members), offsets, degree, problem.profile, problem.padding_multiple)

@@ -65,10 +65,7 @@ def assignment_of(drafts: Sequence[Draft], sync: Sync) -> Assignment:
 
 
 def assign_waves(drafts: Sequence[Draft], waves: Sequence[int], sync: Sync) -> Assignment:
-    """Return an assignment in the order of the drafts, sorted by wave; `waves` count from 0 without gaps.
-
-    Under `iteration` the waves only give the order.
-    """
+    """Return an assignment in the order of the drafts; under `microbatch` by these waves, from 0 without gaps."""
     if sync == "iteration":
         waves = [-1] * len(drafts)
     order = sorted(range(len(drafts)), key=waves.__getitem__)
