@@ -1,1 +1,1 @@
-"""One file per published strategy, written from its description."""
+"""Published strategies, one file each, written from their descriptions or code."""

@@ -1,18 +1,18 @@
-"""`block-fcp`: attention of blocks of sequences on any ranks, from another "FCP" (arXiv 2605.08524, MLSys 2026).
+"""`block-fcp`: attention in blocks of sequences on any ranks, from another "FCP" (arXiv 2605.08524, MLSys 2026).
 
-No code is public, and of the paper a detailed account was read, not its own text. In a group of ranks, each sequence
-is cut into blocks of 4,096 tokens; of blocks in falling order of tokens and attention, each as a share of all,
-every one goes to the rank with the least attention so far that has room for its tokens. Queries, keys and values travel
-from the user's layout to the ranks of the blocks and back (the "transparent reshuffler"), keys by point-to-point
-messages to the ranks that need them; sixteen blocks run as one kernel (the "coalescer"). It is priced as
-`spread_attention` says. Choices that the paper leaves open favour it:
+No code is public; this is based on a detailed account of the paper, not on its text. In a group of ranks, each sequence
+is cut into blocks of 4,096 tokens. Blocks are sorted by the larger of their shares of all tokens and all attention,
+largest first. Each goes to the rank with the least attention so far that has room for its tokens. Queries, keys and
+values travel from the user's layout to the ranks of the blocks and back (the "transparent reshuffler"), and keys in
+point-to-point messages to the ranks that need them. Sixteen blocks run as one kernel (the "coalescer"). Priced by
+`spread_attention`. Choices that the paper leaves open favour it:
 
-- The degree (any divisor of the ranks) is the quickest over a sample of the plan's steps; the paper shards over all.
-- In the user's layout all ranks hold equally many tokens, so that all other layers are even; or the data loader already
-  lays tokens out by blocks, and nothing is reshuffled: the quicker of both, for every micro-batch.
-- A block is a pair of a head and a tail of its sequence (zig-zag), so that blocks of a sequence take as long.
-- Messages never collide at one rank: the paper's planner of rounds without congestion is perfect and takes no time, and
-  no multiprocessors are set aside for copies (the paper's uses 6 or 8).
+- The degree (any divisor of the ranks) is the fastest over a sample of the plan's steps; the paper shards over all.
+- Either all ranks hold equally many tokens in the user's layout, so all other layers are balanced, or the data loader
+  already lays tokens out by blocks, so nothing is reshuffled. The faster of both counts, for every micro-batch.
+- A block pairs a head and a tail of its sequence (zig-zag), so all blocks of a sequence take equally long.
+- Messages never collide at a rank: the paper's planner of congestion-free rounds counts as perfect and free, and no
+  multiprocessors are reserved for copies (the paper reserves 6 or 8).
 - A block for which no rank has room goes to the rank with the fewest tokens.
 """
 
@@ -38,12 +38,12 @@ _BLOCKS_PER_KERNEL: Final = 16
 
 
 def make_solver(batches: GlobalBatches) -> SpreadAttention:
-    """Make the strategy with the degree that is quickest over a sample of the steps; see `tuned` for errors."""
+    """Make the strategy with the fastest degree over a sample of the steps; see `tuned` for errors."""
     return tuned("block-fcp", batches, _rank_seconds, block_tokens=_BLOCK_TOKENS)
 
 
 def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
-    """Return [degree] the seconds of one micro-batch."""
+    """Return [degree] the seconds of a micro-batch on each rank."""
     tasks, block = blocks_of(work.tokens, spread.degree)
     seconds = tasks.tokens * attention_per_token(work)[tasks.sequence]
     tokens, attention = np.zeros(block.max() + 1), np.zeros(block.max() + 1)
@@ -61,7 +61,10 @@ def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
 
 
 def blocks_of(lengths: IntArray, ranks: int) -> tuple[Tasks, IntArray]:
-    """Cut sequences at blocks and at the cuts of the ranks' even layout; return the tasks, and the block of each."""
+    """Cut sequences at block boundaries and at the boundaries of an even layout over the ranks.
+
+    Return the tasks, and [tasks] the block of each.
+    """
     even = laid_out(lengths, ranks)
     ends = np.cumsum(even.tokens)
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.float64)
@@ -78,13 +81,13 @@ def blocks_of(lengths: IntArray, ranks: int) -> tuple[Tasks, IntArray]:
 
 
 def placed(tokens: FloatArray, attention: FloatArray, ranks: int, limit: int) -> IntArray:
-    """Return [blocks] ranks: blocks in falling order, each to the least attention that has room for it.
+    """Return [blocks] the rank of each block: largest first, each to the least attention among ranks with room.
 
     Args:
-        tokens: [blocks] of each.
-        attention: [blocks] in seconds.
-        ranks: the ranks of the group.
-        limit: tokens of a rank.
+        tokens: [blocks] tokens.
+        attention: [blocks] attention seconds.
+        ranks: number of ranks in the group.
+        limit: token budget of a rank.
     """
     share = np.maximum(tokens / tokens.sum(), attention / attention.sum())
     load, held = np.zeros(ranks), np.zeros(ranks)

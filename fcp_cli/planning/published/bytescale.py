@@ -1,20 +1,20 @@
 """`bytescale`: hybrid data parallelism with DP-Balance, from the description of ByteScale (SIGCOMM 2025).
 
-No training code of it is public; this is written from the paper's description and from accounts of it. Described: a
-sequence is cut into as many chunks as it needs ranks, any number of them; short sequences stay whole and are packed;
-sequences are assigned in descending order to the ranks with the least estimated time so far; ranks may run
-different numbers of micro-batches. Choices that the paper leaves open:
+No training code is public; this is written from the paper's description and from accounts of it. A sequence is cut into
+as many chunks as it needs ranks, in any number. Short sequences stay whole and are packed. Sequences are assigned in
+descending order to the ranks with the least estimated time so far, and ranks may run different numbers of
+micro-batches. Choices that the paper leaves open:
 
-- Times are those of the cost profile, a share of the fixed cost per micro-batch included.
-- A chunk holds the token budget or its half, quarter or eighth, whichever gives the quicker step (the paper's
-  selective offloading, which changes how much a rank holds, is not modelled).
-- The ranks of a long sequence are the least loaded ones of one node if it fits in a node.
-- PP-Balance, for pipelines: sequences in falling order of length are dealt out in buckets of equal time, each bucket to
-  ranks of its own, so that consecutive micro-batches of a pipeline take about as long; short buckets run more
-  micro-batches. The quicker of this and of DP-Balance counts.
-- Under `microbatch`, which allows no different numbers of micro-batches, the same micro-batches are put into
-  waves longest first, each into the first wave with enough ranks left (as PP-Balance groups micro-batches of equal
-  time), or kept on their ranks in their order; the quicker of the two counts.
+- Times are those of the cost profile, including a share of the fixed cost per micro-batch.
+- A chunk holds the token budget or its half, quarter or eighth, whichever gives the fastest step. The paper's selective
+  offloading, which changes how much a rank holds, is not modelled.
+- A long sequence runs on the least loaded ranks of a single node if it fits into one.
+- PP-Balance, for pipelines: sequences, longest first, are dealt in buckets of equal time, each bucket to separate
+  ranks, so that consecutive micro-batches of a pipeline take about equally long. Buckets of short sequences have more
+  micro-batches. The faster of PP-Balance and DP-Balance counts.
+- Under `microbatch`, all ranks must run equally many micro-batches. Either the same micro-batches are put into waves,
+  longest first, each into the first wave with enough free ranks (as PP-Balance groups micro-batches of equal time), or
+  they keep their ranks and order. The faster of the two counts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_solver(batches: GlobalBatches) -> FunctionSolver:
 
 
 def _balanced(batch: Batch, problem: Problem) -> Assignment:
-    """Balance one batch, with chunks of each size, and take the quickest."""
+    """Balance one batch with chunks of each size, and return the fastest assignment."""
     return quickest(_candidates(batch, problem), batch, problem)
 
 
@@ -62,7 +62,7 @@ def _candidates(batch: Batch, problem: Problem) -> Iterator[Assignment]:
 
 
 def balance(batch: Batch, problem: Problem, tokens_per_rank: int) -> list[Draft]:
-    """DP-Balance: long sequences on the least loaded ranks, then short ones one by one, packed per rank."""
+    """Balance by DP-Balance: long sequences on the least loaded ranks, then short ones one by one, packed per rank."""
     lengths = batch.lengths.tolist()
     order = sorted(range(len(lengths)), key=lambda member: -lengths[member])
     long = [member for member in order if lengths[member] > tokens_per_rank]
@@ -76,7 +76,7 @@ def balance(batch: Batch, problem: Problem, tokens_per_rank: int) -> list[Draft]
 
 
 def balance_pipelines(batch: Batch, problem: Problem, tokens_per_rank: int) -> list[Draft]:
-    """PP-Balance: falling lengths to one set of ranks after the other, each until it has its share of the time."""
+    """Balance by PP-Balance: longest first to one set of ranks after the other, each up to its share of the time."""
     lengths, total = batch.lengths.tolist(), batch.work.total_seconds
     order = sorted(range(len(lengths)), key=lambda member: -lengths[member])
     share = float(total.sum()) / problem.num_ranks
@@ -87,7 +87,7 @@ def balance_pipelines(batch: Batch, problem: Problem, tokens_per_rank: int) -> l
         degree = -(-lengths[member] // tokens_per_rank)
         seconds = _seconds(member, range(degree), batch, problem)
         is_full = bool(ranks) and loads[ranks[0]] + seconds / 2 > share
-        if len(ranks) != degree or is_full:  # another bucket: the emptiest ranks that lie side by side
+        if len(ranks) != degree or is_full:  # start a new bucket
             ranks = _emptiest(loads, degree, problem.ranks_per_node)
         for rank in ranks:
             loads[rank] += seconds
@@ -100,7 +100,7 @@ def balance_pipelines(batch: Batch, problem: Problem, tokens_per_rank: int) -> l
 
 
 def _emptiest(loads: Sequence[float], degree: int, ranks_per_node: int) -> list[int]:
-    """Return the block of ranks, aligned to its degree within a node, or to nodes, whose fullest is the emptiest."""
+    """Return the block of neighbouring ranks with the smallest maximum load, aligned to its degree or to nodes."""
     step = degree if degree <= ranks_per_node else ranks_per_node
     firsts = [
         first
@@ -112,7 +112,7 @@ def _emptiest(loads: Sequence[float], degree: int, ranks_per_node: int) -> list[
 
 
 def in_waves_of_like_time(drafts: Sequence[Draft], batch: Batch, problem: Problem) -> Assignment:
-    """Put the same packs and degrees, longest first, into the first wave with room, on ranks of that wave."""
+    """Put the packs, longest first, each into the first wave with enough free ranks; keep their degrees, not ranks."""
     seconds = assignment_seconds(assignment_of(drafts, "iteration"), batch, problem)
     waves: list[list[Draft]] = []
     free: list[int] = []
@@ -142,7 +142,7 @@ def _place_long(
 
 
 def _seconds(member: int, ranks: Sequence[int], batch: Batch, problem: Problem) -> float:
-    """Predict the seconds of a single sequence on ascending ranks."""
+    """Predict the seconds of a sequence alone on ascending ranks."""
     work = work_on(batch.work.take(member), len(ranks), problem)
     seconds = group_seconds(
         problem.profile,
@@ -154,7 +154,7 @@ def _seconds(member: int, ranks: Sequence[int], batch: Batch, problem: Problem) 
 
 
 def _least_loaded(loads: Sequence[float], degree: int, ranks_per_node: int) -> list[int]:
-    """Return ascending ranks: of the node where the group could start first, or of all nodes if it fits in none."""
+    """Return the least loaded ranks, ascending: of the node where the group can start first, or of all if none fits."""
     size = ranks_per_node if degree <= ranks_per_node else len(loads)
     best: list[int] = []
     best_start = float("inf")
@@ -166,7 +166,7 @@ def _least_loaded(loads: Sequence[float], degree: int, ranks_per_node: int) -> l
 
 
 def _place_short(members: Sequence[int], batch: Batch, problem: Problem, loads: Sequence[float]) -> list[list[int]]:
-    """Return the short sequences that each rank runs, longest first."""
+    """Return the short sequences of each rank, longest first; each goes to the least loaded rank."""
     microbatch_seconds = problem.profile.coefficients.microbatch_seconds
     seconds = batch.work.total_seconds + microbatch_seconds * batch.work.tokens / problem.tokens_per_rank
     of_rank: list[list[int]] = [[] for _ in loads]

@@ -1,11 +1,11 @@
-"""Optimal degrees for the packs of one wave (stage 2 of the FCP paper), in less time than its dynamic programme takes.
+"""Optimal degrees for the packs of a wave (stage 2 of the FCP paper), faster than its dynamic programme.
 
-The tests hold it against the paper's recurrence and its Algorithm 1: the makespans are the same.
+Tests compare it with the paper's recurrence and Algorithm 1: the makespans are equal.
 
-They read a table of seconds [packs, num_ranks]: entry [i, d - 1] is the time of pack i on a group of at most d ranks,
-infinite below its least degree. "At most" makes rows descend, and settles a difference inside the paper: its condition
-(6) allows ranks to be left over, its Algorithm 1 hands out exactly N. `degrees_used` turns "at most" back into the
-degree that attains the time.
+The input is a table of seconds [packs, num_ranks]: entry [i, d - 1] is the time of pack i on a group of at most d
+ranks, infinite below its least degree. "At most" makes the rows non-increasing. It also resolves an inconsistency of
+the paper, whose condition (6) allows ranks to idle while Algorithm 1 hands out exactly N. `degrees_used` maps "at most"
+back to the degree that attains the time.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from fcp_cli.arrays import FloatArray, IntArray
 
 
 def at_most_table(seconds: FloatArray) -> FloatArray:
-    """Return the best time with at most d ranks, from the time with exactly d ranks; both [packs, num_ranks]."""
+    """Return the least time on at most d ranks from the time on exactly d ranks; both [packs, num_ranks]."""
     return np.asarray(np.minimum.accumulate(seconds, axis=1))
 
 
 def degrees_used(seconds: FloatArray, allocated: IntArray) -> IntArray:
-    """[packs] the least degree within each allocation that attains its time; `seconds` is for exactly d ranks."""
+    """Return [packs] the least degree that attains the time of each allocation; `seconds` is for exactly d ranks."""
     allowed = np.arange(seconds.shape[1]) < allocated[:, None]
     return np.asarray(np.argmin(np.where(allowed, seconds, np.inf), axis=1) + 1)
 
 
 def allocate_by_threshold(table: FloatArray, num_ranks: int) -> IntArray:
-    """[packs] degrees of the least makespan, by bisection over the times that occur in the table.
+    """Return [packs] the degrees with the least makespan, by bisection over the times in the table.
 
-    A makespan T is feasible exactly if the least degrees that finish every pack within T fit the ranks together. Each
-    step halves the interval and moves its ends to times of the table, so the answer is exact: O(packs * num_ranks) a
-    step.
+    A makespan T is feasible if and only if the least degrees that finish every pack within T sum to at most
+    `num_ranks`. Each step, in O(packs * num_ranks), halves the interval and moves its ends to times in the table, so
+    the answer is exact.
     """
     lowest = float(table[:, -1].max())
     degrees = _degrees_for(table, lowest)
@@ -51,7 +51,7 @@ def allocate_by_threshold(table: FloatArray, num_ranks: int) -> IntArray:
 
 
 def _degrees_for(table: FloatArray, seconds: float) -> IntArray:
-    """Return the least degree that finishes each pack within `seconds`."""
+    """Return [packs] the least degree that finishes each pack within `seconds`."""
     return np.asarray((table > seconds).sum(axis=1) + 1)
 
 

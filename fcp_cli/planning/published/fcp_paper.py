@@ -1,18 +1,18 @@
-"""`fcp-paper`: the algorithm of the FCP and DHP papers, in both sync modes.
+"""`fcp-paper`: the algorithm of the FCP and DHP papers, under both syncs.
 
-A global batch is cut into waves (the papers' micro-batches); the sequences of a wave are packed best-fit decreasing, a
-pack that opens with sequence k needs d_min = ceil(tokens_k / budget) ranks; then every pack of the wave gets the degree
-that makes the wave's slowest pack fastest (`degree_allocation`).
+A global batch is cut into waves (the papers' micro-batches). The sequences of a wave are packed best-fit decreasing; a
+pack opened by sequence k needs d_min = ceil(tokens_k / budget) ranks. Then the packs of the wave get the degrees that
+minimize the time of the slowest pack (`degree_allocation`).
 
-How a batch is cut, the papers leave open ("micro-batch planner"), and it decides most of the result. So three ways are
-tried, each with several numbers of waves, and the candidate with the least predicted step time is kept:
+The papers leave open how a batch is cut ("micro-batch planner"), although it decides most of the result. So three ways
+are tried, each with several numbers of waves, and the candidate with the least predicted step time wins:
 
 arrival   consecutive sequences, cut as soon as the tokens reach an equal share
 sorted    the same after sorting by length, longest first
 balanced  longest first, each to the wave with the fewest tokens so far
 
-Under `sync: iteration` the waves stay the unit of planning, as in the papers, but their micro-batches start as soon as
-their ranks are free.
+Under `sync: iteration` waves remain the unit of planning, as in the papers, but micro-batches start as soon as their
+ranks are free.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WAVE_COUNTS = 4  # numbers of waves tried for each cut, from the least that hol
 def make_solver(
     batches: GlobalBatches, *, cuts: Sequence[str] = _CUTS, wave_counts: int = _WAVE_COUNTS
 ) -> FunctionSolver:
-    """Make the solver; with one cut and one number of waves, nothing is swept."""
+    """Make the solver, which sweeps these cuts and `wave_counts` numbers of waves."""
     options = {"cuts": list(cuts), "wave_counts": wave_counts}
     return FunctionSolver(
         name="fcp-paper",
@@ -57,7 +57,7 @@ def _candidates(batch: Batch, problem: Problem, cuts: Sequence[str], wave_counts
     fewest = -(-int(batch.work.tokens.sum()) // (problem.num_ranks * problem.tokens_per_rank))
     for cut in cuts:
         feasible = 0
-        # With as many waves as sequences every cut is feasible: each wave then holds one sequence.
+        # Terminates: with as many waves as sequences, each wave holds one sequence and every cut is feasible.
         for waves in range(fewest, max(fewest + wave_counts, len(batch.rows) + 1)):
             assignment = _plan_waves(batch, cut_waves(cut, batch.work.tokens, waves), problem)
             if assignment is not None:
@@ -78,7 +78,7 @@ def _plan_waves(batch: Batch, wave_of: IntArray, problem: Problem) -> Assignment
 
 
 def _plan_wave(batch: Batch, positions: IntArray, problem: Problem) -> Packs | None:
-    """Pack, allocate degrees; None if the packs need more ranks than there are."""
+    """Pack a wave and allocate degrees; return None if the packs need too many ranks."""
     pack_of, least = best_fit_decreasing(
         batch.work.tokens[positions], problem.tokens_per_rank, padding_multiple=problem.padding_multiple
     )
@@ -93,7 +93,7 @@ def _plan_wave(batch: Batch, positions: IntArray, problem: Problem) -> Packs | N
 def _seconds_by_degree(
     batch: Batch, offsets: IntArray, members: IntArray, least: IntArray, problem: Problem
 ) -> FloatArray:
-    """[packs, num_ranks] seconds of each pack on exactly d ranks; only the degree decides the bandwidth here."""
+    """Return [packs, num_ranks] the seconds of each pack on exactly d ranks; across nodes only if d exceeds a node."""
     degree = np.arange(1, problem.num_ranks + 1)
     # Without padding, a pack's work does not depend on its group.
     degrees = [1] if problem.padding_multiple is None else degree.tolist()
@@ -108,7 +108,7 @@ def _seconds_by_degree(
 
 
 def cut_waves(cut: str, tokens: IntArray, waves: int) -> IntArray:
-    """[n] the wave of each sequence; some waves may stay empty."""
+    """Return [n] the wave of each sequence; some waves may be empty."""
     if cut == "balanced":
         return spread_evenly(tokens, waves)
     order = np.arange(len(tokens)) if cut == "arrival" else np.argsort(-tokens, kind="stable")

@@ -1,18 +1,18 @@
 """`flexsp`: flexible sequence parallelism by integer programming, from the description of FlexSP (ASPLOS 2025).
 
-Described: the batch is cut, in order of length, into M micro-batches of about equal tokens; M starts at the fewest
-that hold the tokens and a few more are tried; sequences of a micro-batch are put into 16 buckets; an integer program
-(`flexsp_milp`) opens groups of power-of-two degrees and fills them; the M with the smallest sum of makespans wins.
+The batch is cut, in order of length, into M micro-batches of about equal tokens. M starts at the fewest that hold the
+tokens, and a few more are tried. The sequences of a micro-batch are put into 16 buckets, and an integer program
+(`flexsp_milp`) opens groups of power-of-two degrees and fills them. The M with the smallest sum of makespans wins.
 Choices that the paper leaves open:
 
-- HiGHS through SciPy instead of SCIP, with the same 5 s per program. At the limit the answer depends on the machine's
-  speed: no other strategy here does.
-- Every micro-batch is solved with degrees from 2 on (as in the published code), from 4 on, and with up to 16 ranks
-  from 1 on; the quickest answer counts. With more ranks degree 1 only costs HiGHS the time to find good answers.
-- Time is priced by the cost profile, ring included (the original runs all-to-all).
-- If the programs end without an answer, or a greedy one is quicker, the greedy one counts: best-fit-decreasing
-  packs at the smallest powers of two, then doubling the slowest while there are ranks.
-- Groups are placed like all others: within a node if they fit.
+- HiGHS through SciPy instead of SCIP, with the same 5 s per program. At the time limit the answer depends on the
+  machine's speed, unlike for all other strategies here.
+- Every micro-batch is solved with degrees from 2 on (as in the published code), from 4 on and, with up to 16 ranks,
+  from 1 on; the fastest answer counts. With more ranks, degree 1 only slows HiGHS down.
+- Time is priced by the cost profile, including rings (the original runs all-to-all).
+- A greedy answer counts if it is faster or the programs find none: best-fit-decreasing packs on the smallest powers of
+  two, then doubling the slowest while ranks are free.
+- Groups are placed like those of other strategies: inside a node if they fit.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fcp_cli.planning.work import work_on
 _BUCKETS = 16
 _FEW_RANKS = 16
 MILP_SECONDS = 5.0
-TRIALS = 3  # numbers of micro-batches that are tried
+TRIALS = 3  # numbers of micro-batches tried
 
 
 def make_solver(batches: GlobalBatches, *, milp_seconds: float = MILP_SECONDS, trials: int = TRIALS) -> FunctionSolver:
-    """Make the solver for these batches; the time limit is that of each integer program."""
+    """Make the solver; `milp_seconds` is the time limit of each integer program."""
     return FunctionSolver(
         name="flexsp",
         problem=batches.problem,
@@ -49,9 +49,10 @@ def make_solver(batches: GlobalBatches, *, milp_seconds: float = MILP_SECONDS, t
 
 
 def _planned(batch: Batch, problem: Problem, *, milp_seconds: float, trials: int) -> Assignment:
-    """Solve one batch; takes up to `milp_seconds` per micro-batch and trial.
+    """Solve one batch, in up to `milp_seconds` per micro-batch, trial and menu of degrees.
 
-    A sequence that needs more ranks than the largest power of two there is raises PlanError.
+    Raises:
+        PlanError: a sequence needs more ranks than the largest power of two up to `num_ranks`.
     """
     largest = 1 << (problem.num_ranks.bit_length() - 1)
     longest, held = int(batch.lengths.max()), largest * problem.tokens_per_rank
@@ -74,7 +75,7 @@ def _planned(batch: Batch, problem: Problem, *, milp_seconds: float, trials: int
 def _microbatch(members: IntArray, batch: Batch, problem: Problem, milp_seconds: float) -> Packs | None:
     greedy = greedy_packs(members.tolist(), batch, problem)
     if greedy is None:
-        return None  # if greedy packing fails, so does the program as a rule: try more micro-batches
+        return None  # the program would usually fail, too: try more micro-batches
     buckets = bucket(members, batch, max_buckets=_BUCKETS)
     answers = [greedy]
     for menu in menus(problem.num_ranks):
@@ -84,14 +85,14 @@ def _microbatch(members: IntArray, batch: Batch, problem: Problem, milp_seconds:
 
 
 def menus(num_ranks: int) -> list[list[int]]:
-    """Return the degrees of each program: powers of two from 4 on, from 2 on and, with few ranks, from 1 on."""
+    """Return the degrees of each integer program: powers of two from 4 on, from 2 on and, with few ranks, from 1 on."""
     powers = [1 << shift for shift in range(num_ranks.bit_length())]
     skips = (0, 1, 2) if num_ranks <= _FEW_RANKS else (1, 2)
     return [powers[skip:] for skip in skips if powers[skip:]]
 
 
 def chunk_by_tokens(tokens: IntArray, count: int) -> list[IntArray]:
-    """Cut the sequences, longest first, into `count` runs (or one each) so that the largest has the fewest tokens."""
+    """Cut the sequences, longest first, into `count` runs (or one each) with the fewest tokens in the largest run."""
     order = np.argsort(-tokens, kind="stable")
     running = np.cumsum(tokens[order])
 
@@ -108,14 +109,14 @@ def chunk_by_tokens(tokens: IntArray, count: int) -> list[IntArray]:
         low, high = (low, middle) if len(cuts(middle)) <= count else (middle + 1, high)
     chunks = np.split(order, cuts(low)[:-1])
     while len(chunks) < min(count, len(order)):
-        # Fewer runs than asked for hold the tokens; powers of two of ranks may need the others none the less.
+        # Fewer runs suffice for the tokens, but power-of-two degrees may need the requested number.
         fullest = max((i for i, chunk in enumerate(chunks) if len(chunk) > 1), key=lambda i: tokens[chunks[i]].sum())
         chunks[fullest : fullest + 1] = np.array_split(chunks[fullest], 2)
     return chunks
 
 
 def greedy_packs(members: Sequence[int], batch: Batch, problem: Problem) -> Packs | None:
-    """Pack for power-of-two degrees; None if the ranks do not suffice."""
+    """Pack greedily for power-of-two degrees; return None if there are too few ranks."""
     pack_of, degrees = best_fit_decreasing(
         batch.work.tokens[members], problem.tokens_per_rank, padding_multiple=problem.padding_multiple
     )
@@ -139,7 +140,7 @@ def greedy_packs(members: Sequence[int], batch: Batch, problem: Problem) -> Pack
 
 
 def pack_seconds(pack: tuple[int, list[int]], batch: Batch, problem: Problem) -> float:
-    """Predict the seconds of members on a group of a degree, placed at best."""
+    """Predict the seconds of a pack (degree, members) at the best placement."""
     degree, members = pack
     work = work_on(batch.work.take(np.array(members)), degree, problem)
     return float(

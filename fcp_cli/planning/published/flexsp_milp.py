@@ -1,8 +1,8 @@
-"""FlexSP's programme for one micro-batch (ASPLOS 2025): the groups, and the share of every bucket in each.
+"""FlexSP's integer program for one micro-batch (ASPLOS 2025): which groups to open, and how to fill them from buckets.
 
-Sequences lie in buckets and count as the longest of their bucket. Every power of two of ranks d gives N / d groups
-that may be opened; the integer program minimises the time of the slowest. Solved by HiGHS through SciPy. Added to the
-description: groups of one degree are opened in order, which only removes copies of the same answer.
+Every sequence counts as the longest of its bucket. For each power of two d, N / d groups of d ranks may be opened; the
+program minimizes the time of the slowest group. It is solved by HiGHS through SciPy. One constraint is added to the
+description: groups of one degree are opened in order, which only removes symmetric answers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Packs = list[tuple[int, list[int]]]  # degree and members of each group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
-    """Consecutive runs of sequences in ascending order of length; each counts as its longest.
+    """Consecutive runs of sequences by rising length; every sequence counts as its bucket's longest.
 
     Attributes:
         members: positions in the batch, per bucket.
-        tokens: [buckets] the largest of each bucket.
-        work: [buckets] the most of each bucket.
+        tokens: [buckets] largest number of tokens.
+        work: [buckets] largest work, field by field.
     """
 
     members: Sequence[IntArray]
@@ -38,7 +38,7 @@ class Buckets:
 
 
 def bucket(members: IntArray, batch: Batch, *, max_buckets: int) -> Buckets:
-    """Choose the buckets that add the fewest tokens by counting every sequence as its bucket's longest."""
+    """Return the buckets that add the fewest tokens if every sequence counts as its bucket's longest."""
     ascending = members[np.argsort(batch.work.tokens[members], kind="stable")]
     cuts = _bucket_cuts(batch.work.tokens[ascending], max_buckets)
     parts = np.split(ascending, cuts)
@@ -51,20 +51,20 @@ def bucket(members: IntArray, batch: Batch, *, max_buckets: int) -> Buckets:
 
 
 def _bucket_cuts(ascending: IntArray, max_buckets: int) -> list[int]:
-    """Return the start of each bucket but the first, by dynamic programming over the distinct lengths."""
+    """Return the start of each bucket except the first, by dynamic programming over the distinct lengths."""
     values, first = np.unique(ascending, return_index=True)
-    end = np.append(first[1:], len(ascending))  # sequences up to and with each value
+    end = np.append(first[1:], len(ascending))  # number of sequences up to and including each value
     tokens = np.concatenate(([0], np.cumsum(ascending)))
     if len(values) <= max_buckets:
         return [int(i) for i in first[1:]]
-    # added[i, j]: tokens added by one bucket of the values i..j
+    # added[i, j]: tokens added by a single bucket for the values i..j
     added = (
         values[None, :] * (end[None, :] - first[:, None]) - (tokens[end][None, :] - tokens[first][:, None])
     ).astype(np.float64)
     added[np.tril_indices(len(values), -1)] = np.inf
     best, choices = added[0], []
     for _ in range(max_buckets - 1):
-        extended = np.concatenate(([0.0], best[:-1]))[:, None] + added  # row i: the last bucket begins at value i
+        extended = np.concatenate(([0.0], best[:-1]))[:, None] + added  # row i: the last bucket starts at value i
         choices.append(extended.argmin(axis=0))
         best = extended.min(axis=0)
     cuts, last = [], len(values) - 1
@@ -78,11 +78,13 @@ def _bucket_cuts(ascending: IntArray, max_buckets: int) -> list[int]:
 
 
 def solve(buckets: Buckets, problem: Problem, *, degrees: Sequence[int], seconds_limit: float) -> Packs | None:
-    """Choose the groups for one micro-batch; None if the time limit passed without any.
+    """Return the groups of one micro-batch, or None if HiGHS finds none within the time limit.
 
     Args:
+        buckets: the sequences.
         problem: ranks, token budget, cost profile.
-        seconds_limit: the seconds limit for HiGHS; its answer at the limit depends on the machine's speed.
+        degrees: the degrees of groups that may be opened.
+        seconds_limit: time limit of HiGHS; if it is reached, the answer depends on the machine's speed.
     """
     program = _Program(buckets, problem, degrees)
     result = milp(
@@ -96,7 +98,7 @@ def solve(buckets: Buckets, problem: Problem, *, degrees: Sequence[int], seconds
 
 
 class _Program:
-    """Variables: counts[bucket, group] (row-major), opened[group], and the makespan."""
+    """The integer program; its variables are counts[bucket, group] (row-major), opened[group] and the makespan."""
 
     def __init__(self, buckets: Buckets, problem: Problem, degrees: Sequence[int]) -> None:
         self.buckets, self.problem = buckets, problem
@@ -120,7 +122,7 @@ class _Program:
         return [self._every_sequence_once(), self._enough_ranks(), self._memory(), *self._times(), self._in_order()]
 
     def _rows(self, counts: FloatArray, opened: FloatArray, makespan: float) -> csr_array:
-        """Make one row per group: counts[bucket, group], opened[group] and makespan are that row's coefficients."""
+        """Return a matrix with a row per group, whose coefficients are counts[:, group], opened[group] and makespan."""
         groups = np.arange(len(self.degree))
         rows = np.concatenate([np.tile(groups, len(self.sizes)), groups, groups])
         columns = np.concatenate(
@@ -141,13 +143,13 @@ class _Program:
         return LinearConstraint(row, -np.inf, self.problem.num_ranks)
 
     def _memory(self) -> LinearConstraint:
-        # In units of the budget: with tokens, HiGHS's presolve has been seen to call a worse answer optimal.
+        # In units of the budget: with tokens, the presolve of HiGHS has declared a worse answer optimal.
         share = np.broadcast_to(self.work.tokens / self.problem.tokens_per_rank, (len(self.sizes), len(self.degree)))
         held = self._rows(share, -self.degree.astype(np.float64), 0.0)
         return LinearConstraint(held, -np.inf, 0.0)
 
     def _times(self) -> list[LinearConstraint]:
-        """Bound the makespan by fixed + linear + attention + exposed ring, and by fixed + linear + ring."""
+        """Require makespan >= fixed + linear + attention + exposed ring, and >= fixed + linear + ring."""
         c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
         degree = self.degree[None, :].astype(np.float64)
         linear = self.work.unhidden_seconds / degree
@@ -155,7 +157,7 @@ class _Program:
         speed = np.where(degree > self.problem.ranks_per_node, bandwidth.inter_node, bandwidth.intra_node)
         ring = c.ring_bytes_per_token * self.work.tokens * (degree - 1.0) / degree / speed
         fixed = np.full(len(self.degree), c.microbatch_seconds)
-        if self.work.windows is not None:  # two messages at least, up the ring and down
+        if self.work.windows is not None:  # at least two messages, one in each direction of the ring
             halos = c.halo_bytes_per_token * self.work.windows.halo_tokens * (degree - 1.0) / degree / speed
             linear, fixed = linear + halos, fixed + 2 * c.halo_message_seconds * (self.degree > 1)
         hops = c.ring_hop_seconds * (self.degree - 1.0)
@@ -166,7 +168,7 @@ class _Program:
         ]
 
     def _in_order(self) -> LinearConstraint:
-        """opened[i] >= opened[i + 1] among groups of one degree."""
+        """Require opened[i] >= opened[i + 1] among groups of one degree."""
         same = np.flatnonzero(np.diff(self.degree) == 0)
         rows = np.arange(len(same))
         columns = self.num_counts + same
@@ -176,7 +178,7 @@ class _Program:
         return LinearConstraint(matrix, 0.0, np.inf)
 
     def packs(self, x: FloatArray) -> Packs:
-        """Hand out the buckets' sequences, longest first, as the counts say."""
+        """Return the groups of a solution; the sequences of each bucket are dealt by its counts."""
         counts = np.rint(x[: self.num_counts]).astype(np.int64).reshape(len(self.sizes), len(self.degree))
         members: list[list[int]] = [[] for _ in self.degree]
         for bucket_members, taken in zip(reversed(self.buckets.members), counts[::-1], strict=True):

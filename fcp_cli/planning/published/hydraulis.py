@@ -1,17 +1,17 @@
-"""`hydraulis`: groups of different degrees that stay for a batch, sequences spread over them, from Hydraulis (2024).
+"""`hydraulis`: groups of several degrees, fixed for a batch, with sequences spread over them, from Hydraulis (2024).
 
-Written from the published code (lhy101/Hydraulis at 4489487e, April 2025). A dynamic programme over ranks and intervals
-of length proposes, for each length up to which sequences may reach, how many groups of which degree there are
-("strategy proposal"). For every batch, sequences in random order each go to the group that then ends the step first,
-best of 50 orders ("dynamic strategy"), and each group packs its own. Choices that the paper leaves open:
+Written from the published code (lhy101/Hydraulis at 4489487e, April 2025). A dynamic programme over ranks and length
+intervals proposes the number of groups of each degree, for each maximum length of a batch ("strategy proposal"). For
+every batch, sequences in random order each go to the group that minimizes the end of the step, and the best of 50
+orders is kept ("dynamic strategy"). Each group then packs its own sequences. Choices that the paper leaves open:
 
-- The original's degrees are of tensor parallelism; here they are powers of two of rings, which its groups may hold.
-- The batch takes the quickest proposal that holds its longest sequence, by the cost model. Between its fifty orders the
-  original compares the same quantity; a proposal that leaves a group empty is allowed here, and refused there.
-- Packs are as few as hold a group's sequences and have about as much work; the original's integer program has half a
-  second for that.
-- Sixteen intervals of as many sequences each; the original steps by a number of tokens.
-- Its pipelines are not modelled: every group is one stage.
+- The degrees of the original are of tensor parallelism; here they are powers of two of ranks in rings.
+- A batch uses the fastest proposal that holds its longest sequence, by the cost model. The original compares the same
+  quantity between its 50 orders. A proposal that leaves a group empty is allowed here, but rejected there.
+- A group runs the fewest packs that hold its sequences, with similar work; the original spends half a second of integer
+  programming on that.
+- There are sixteen intervals with equally many sequences each; those of the original have a fixed width in tokens.
+- Its pipelines are not modelled: every group has one stage.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SAMPLED_STEPS: Final = 4
 
 
 def make_solver(batches: GlobalBatches) -> FunctionSolver:
-    """Make the solver with the proposals for a sample of the steps."""
+    """Make the solver, with proposals made from a sample of the steps."""
     problem = batches.problem
     sample = [batches.batch(step) for step in spread_steps(len(batches), _SAMPLED_STEPS)]
     tokens = np.concatenate([batch.work.tokens for batch in sample])
@@ -53,7 +53,7 @@ def make_solver(batches: GlobalBatches) -> FunctionSolver:
 
 
 def _quickest(batch: Batch, problem: Problem, *, proposed: Sequence[tuple[int, ...]]) -> Assignment:
-    """Spread a batch over the groups of the quickest proposal."""
+    """Spread a batch over the groups of each feasible proposal, and return the fastest assignment."""
     seconds, longest = seconds_by_degree(batch, problem), int(batch.work.tokens.max())
     able = [one for one in proposed if one[0] * problem.tokens_per_rank >= longest]
     return quickest((_packed(batch, degrees, seconds, problem) for degrees in able), batch, problem)
@@ -76,7 +76,7 @@ def _packed(batch: Batch, degrees: tuple[int, ...], seconds: FloatArray, problem
 
 
 def seconds_by_degree(batch: Batch, problem: Problem) -> FloatArray:
-    """Return [powers of two, sequences] the variable seconds of each by itself; infinite if it does not fit."""
+    """Return [powers of two, sequences] the seconds of each alone without the fixed ones; infinite if too long."""
     rows = []
     for power in range(problem.num_ranks.bit_length()):
         degree = 1 << power
@@ -88,13 +88,13 @@ def seconds_by_degree(batch: Batch, problem: Problem) -> FloatArray:
 
 
 def spread(lengths: IntArray, seconds: FloatArray, limits: IntArray, *, orders: int) -> IntArray:
-    """Return [sequences] the group of each: of random orders, the one in which the last group ends first.
+    """Return [sequences] the group of each, from the random order in which the last group ends first.
 
     Args:
-        lengths: [sequences] in tokens.
-        seconds: [groups, sequences] of each sequence by itself.
-        limits: [groups] tokens of the longest sequence, falling.
-        orders: how many are tried.
+        lengths: [sequences] tokens.
+        seconds: [groups, sequences] seconds of each sequence alone.
+        limits: [groups] longest sequence of each group in tokens, falling.
+        orders: number of random orders tried.
     """
     best, found = np.inf, np.zeros(len(lengths), dtype=np.int64)
     fits = lengths[None, :] <= limits[:, None]
@@ -120,10 +120,10 @@ def spread(lengths: IntArray, seconds: FloatArray, limits: IntArray, *, orders: 
 
 
 def proposals(tokens: IntArray, seconds: FloatArray, problem: Problem, longest: int) -> list[tuple[int, ...]]:
-    """Return degrees of groups, falling, for each length from one rank's capacity to the longest.
+    """Return the proposals: tuples of group degrees, falling, one for each interval as the longest of a batch.
 
-    t[n][s], the least time in which n ranks run all sequences of the first s intervals of length, is the least of
-    max(t[n - d k][s'], seconds of intervals s' to s on degree k / d) over d groups of degree k.
+    Let t[n][s] be the least time in which n ranks run all sequences of the first s length intervals. It is the minimum
+    of max(t[n - d k][s'], (seconds of intervals s' to s on degree k) / d) over s' < s and d groups of degree k.
     """
     n, powers = problem.num_ranks, seconds.shape[0]
     edges = np.unique(np.quantile(tokens, np.arange(1, _INTERVALS + 1) / _INTERVALS).astype(np.int64))
@@ -152,7 +152,7 @@ def proposals(tokens: IntArray, seconds: FloatArray, problem: Problem, longest: 
                     if max(seconds_before, work / groups) < found[0]:
                         found = max(seconds_before, work / groups), (degree,) * groups + before
                     if seconds_before >= work / groups:
-                        break  # more groups here only take ranks from the shorter sequences
+                        break  # further groups would only take ranks from the shorter sequences
         return found
 
     made = {tuple(sorted(best(n, upto)[1], reverse=True)) for upto in range(1, count + 1)}

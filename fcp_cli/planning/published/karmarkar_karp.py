@@ -1,15 +1,15 @@
 """`karmarkar-karp`: one degree for all, and number partitioning over the data-parallel ranks, as slime and verl do.
 
-slime packs sequences by tokens, first-fit in their order, splits the largest packs in two until each data-parallel rank
-gets equally many (2026; `split`), and spreads them; older versions packed first-fit decreasing and left the last round
-short (`packs`). verl spreads the sequences and then each rank's sequences over its micro-batches (`sequences`). All
-balance with the largest differencing method. Choices that the paper leaves open favour it:
+slime (2026) packs sequences by tokens, first-fit in their order, splits the largest packs in two until all
+data-parallel ranks get equally many, and spreads them (`split`). Older versions packed first-fit decreasing and left
+the last round short (`packs`). verl spreads the sequences, then those of each rank over its micro-batches
+(`sequences`). All balance with the largest differencing method. Choices that they leave open favour them:
 
-- The weights are the seconds of the cost profile. The token budget always holds: slime and verl may exceed it when
-  they balance by work; here a rank takes more micro-batches instead.
-- The degree (any divisor of the ranks) and which of the three runs are fixed for the plan, by predicted time over a
+- The weights are seconds of the cost profile. slime and verl may exceed the token budget when they balance by work;
+  here the budget always holds, and a rank runs more micro-batches instead.
+- The degree (any divisor of the ranks) and one of the three variants are fixed for the plan, by predicted time over a
   sample of its steps.
-- A data-parallel rank runs its micro-batches in descending order of time, so that waves match.
+- A data-parallel rank runs its micro-batches in falling order of time, so that waves are even.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.work import pack_work, work_on
 
-Balance: TypeAlias = Literal["packs", "split", "sequences"]  # slime twice, verl
+Balance: TypeAlias = Literal["packs", "split", "sequences"]  # older slime, slime, verl
 
 
 def make_solver(batches: GlobalBatches) -> FunctionSolver:
-    """Make the solver with the setting that is quickest over a sample of the steps."""
+    """Make the solver with the fastest degree and variant over a sample of the steps."""
     settings = product(holding_degrees(batches), get_args(Balance))
     return quickest_solver((solver_of(batches.problem, *setting) for setting in settings), batches)
 
 
 def solver_of(problem: Problem, degree: int, balance: Balance) -> FunctionSolver:
-    """Make the solver for one degree and one way to balance."""
+    """Make the solver for one degree and one variant."""
     rule = partial(_spread, degree=degree, balance=balance)
     options = {"degree": degree, "balance": balance}
     return FunctionSolver(name="karmarkar-karp", problem=problem, rule=rule, options=options)
@@ -53,7 +53,7 @@ def _spread(batch: Batch, problem: Problem, *, degree: int, balance: Balance) ->
     parts = problem.num_ranks // degree
     if balance == "sequences":
         packs_of_rank = _balance_sequences(batch, problem, degree, parts)
-    else:  # as slime does: packs first
+    else:  # slime makes packs first
         packs = (
             _split_packs(batch, problem, degree, parts)
             if balance == "split"
@@ -75,7 +75,7 @@ def _spread(batch: Batch, problem: Problem, *, degree: int, balance: Balance) ->
 
 
 def _split_packs(batch: Batch, problem: Problem, degree: int, parts: int) -> list[list[int]]:
-    """Pack first-fit, then halve the packs with most tokens until every data-parallel rank gets equally many."""
+    """Pack first-fit, then halve the packs with the most tokens until their number divides among the ranks."""
     tokens = work_on(batch.work, degree, problem).tokens
     pack_of = first_fit(tokens, degree * problem.tokens_per_rank)
     offsets, members = members_by_pack(pack_of, int(pack_of.max()) + 1)
@@ -94,7 +94,7 @@ def _split_packs(batch: Batch, problem: Problem, degree: int, parts: int) -> lis
 
 
 def _balance_sequences(batch: Batch, problem: Problem, degree: int, parts: int) -> list[list[list[int]]]:
-    """Balance as verl does: sequences first, then each rank's into as many micro-batches as the fullest needs."""
+    """Balance like verl: sequences over ranks, then each rank's over as many micro-batches as the fullest one needs."""
     work, limit = work_on(batch.work, degree, problem), degree * problem.tokens_per_rank
     shares = partition(work.total_seconds.tolist(), parts)
     count = max(-(-int(work.tokens[share].sum()) // limit) for share in shares)
@@ -102,7 +102,7 @@ def _balance_sequences(batch: Batch, problem: Problem, degree: int, parts: int) 
 
 
 def _split(members: Sequence[int], count: int, work: Work, limit: int) -> list[list[int]]:
-    """Make at least `count` micro-batches of about equal time, each within the token budget."""
+    """Split a rank's sequences into at least `count` micro-batches of similar time, each within the token budget."""
     weights = work.total_seconds[members].tolist()
     lengths = work.tokens[members].tolist()
     while True:
@@ -117,12 +117,12 @@ def _pack_seconds(packs: Sequence[list[int]], batch: Batch, problem: Problem, de
         return np.empty(0)
     offsets = np.cumsum([0, *(len(pack) for pack in packs)])
     work = pack_work(batch.work, np.concatenate(packs), offsets, degree, problem)
-    # If the degree does not divide a node, some groups lie across two: weigh packs as if all did.
+    # If the degree does not divide a node, some groups cross nodes: weigh packs as if all did.
     return group_seconds(problem.profile, work, degree=degree, crosses_nodes=problem.ranks_per_node % degree != 0)
 
 
 def _halved(members: Sequence[int], tokens: IntArray) -> tuple[list[int], list[int]]:
-    """Cut a pack in two, longest first to the half with fewer tokens."""
+    """Split a pack in two, longest sequence first, each to the half with fewer tokens."""
     halves: tuple[list[int], list[int]] = ([], [])
     for i in sorted(members, key=lambda i: -int(tokens[i])):
         halves[int(tokens[halves[0]].sum() > tokens[halves[1]].sum())].append(i)

@@ -1,15 +1,15 @@
-"""`magi-attention`: chunks of a pack, equally many on each rank, keys fetched from their ranks, from MagiAttention.
+"""`magi-attention`: equally many chunks of a pack on each rank, with keys fetched from other ranks, from MagiAttention.
 
-Written from the published code (SandAI-org/MagiAttention at 2c641357, May 2026): a pack is cut into chunks of 512
-tokens; `MinHeapDispatchAlg`, its default, gives each chunk, largest area of the mask first, to the rank with the least
-area so far that has fewer than its share of chunks. A rank computes all layers of its chunks, and fetches the keys
-before them, each once. It is priced as `spread_attention` says. Choices that the paper leaves open favour it:
+Written from the published code (SandAI-org/MagiAttention at 2c641357, May 2026). A pack is cut into chunks of 512
+tokens. The default `MinHeapDispatchAlg` takes chunks by falling area of the mask, and gives each to the rank with the
+least area so far among those below their share of chunks. A rank computes all layers of its chunks, and fetches all
+keys before them, each once. Priced by `spread_attention`. Choices that the paper leaves open favour it:
 
-- The degree (any divisor of the ranks) is the quickest over a sample of the plan's steps; packs of its groups have
-  about as much work (`wlb_llm`).
+- The degree (any divisor of the ranks) is the fastest over a sample of the plan's steps. The packs of its groups have
+  similar work (`wlb_llm`).
 - Nothing is padded: the last chunk of a pack may be short (uneven shards, since 1.1).
-- Keys are fetched in one stage, so that chunks with keys elsewhere run one kernel more.
-- Areas are of full causal attention; windows' seconds are spread evenly over a sequence.
+- Keys are fetched in one stage, so a chunk with remote keys runs a single further kernel.
+- Areas are those of full causal attention; the seconds of sliding windows are spread evenly over a sequence.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _CHUNK_TOKENS: Final = 512
 
 
 def make_solver(batches: GlobalBatches) -> SpreadAttention:
-    """Make the strategy with the degree that is quickest over a sample of the steps; see `tuned` for errors."""
+    """Make the strategy with the fastest degree over a sample of the steps; see `tuned` for errors."""
     return tuned("magi-attention", batches, _rank_seconds, chunk_tokens=_CHUNK_TOKENS)
 
 
 class Pieces(NamedTuple):
-    """Parts of sequences in chunks of a pack, in its order.
+    """Parts of sequences between the cuts of a pack, in its order.
 
     Attributes:
-        chunk: [pieces] that a piece is in.
-        sequence: [pieces] index into the micro-batch.
-        start, end: [pieces] tokens of that sequence.
+        chunk: [pieces] chunk of each piece.
+        sequence: [pieces] index of its sequence in the micro-batch.
+        start, end: [pieces] token range in that sequence.
     """
 
     chunk: IntArray
@@ -48,7 +48,7 @@ class Pieces(NamedTuple):
 
 
 def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
-    """Return [degree] the seconds of one micro-batch."""
+    """Return [degree] the seconds of a micro-batch on each rank."""
     degree, pieces = spread.degree, cut(work.tokens, _CHUNK_TOKENS)
     tokens, of = pieces.end - pieces.start, pieces.sequence
     area = pieces.end.astype(np.float64) ** 2 - pieces.start.astype(np.float64) ** 2
@@ -62,7 +62,7 @@ def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
     keys = np.array([np.bincount(rank, mine, degree) for mine in before], dtype=np.float64)
     held = np.zeros((len(work.tokens), degree))
     np.add.at(held, (of, rank), tokens)
-    alone = held[of, rank] == reach[rank, of]  # all keys that this rank needs of the sequence are its own
+    alone = held[of, rank] == reach[rank, of]  # the rank holds all keys that it needs of the sequence
     c = spread.problem.profile.coefficients
     attention += tokens * ~alone * c.chunk_seconds_per_token
     linear = np.bincount(rank, tokens * (work.linear_seconds / work.tokens)[of], degree)
@@ -72,7 +72,7 @@ def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
 
 
 def cut(lengths: IntArray, chunk_tokens: int) -> Pieces:
-    """Cut a pack, its sequences back to back, into chunks; the last may be short."""
+    """Cut a pack of back-to-back sequences into chunks; the last may be short."""
     ends = np.cumsum(lengths)
     cuts = np.union1d(ends, np.arange(chunk_tokens, ends[-1], chunk_tokens))
     starts = np.concatenate(([0], cuts[:-1]))
@@ -82,7 +82,7 @@ def cut(lengths: IntArray, chunk_tokens: int) -> Pieces:
 
 
 def dispatched(areas: list[float], ranks: int) -> IntArray:
-    """Return [chunks] the rank of each chunk: largest first, to the least area among ranks that are not full."""
+    """Return [chunks] the rank of each chunk: largest area first, each to the least loaded rank that is not full."""
     most = -(-len(areas) // ranks)
     heap = [(0.0, rank) for rank in range(ranks)]
     count = [0] * ranks

@@ -1,13 +1,13 @@
 """`megatron-dynamic-cp`: the hybrid (dynamic) context parallelism of Megatron-LM.
 
-The rounds are those of megatron-core's scheduler (`megatron_rounds`), which a test compares with the original. Choices
-that it leaves open favour it, per step by predicted time:
+The rounds are those of megatron-core's scheduler (`megatron_rounds`); a test compares them with the original. Choices
+that it leaves open are made per step, by predicted time:
 
-- `--max-seqlen-per-dp-cp-rank` is the token budget or its half, quarter or eighth, which shards long sequences more.
-- Each sequence is a pack by itself, as in megatron-core 0.16, or the sequences of a group in a round are packed up to
-  the token budget. The development branch, which packs, chooses groups by it, too: `megatron_packing`.
-- Rounds end with a barrier there. Under `iteration` there is none here; under `microbatch` a wave may hold one
-  micro-batch per rank, so that a round of several becomes several waves, which the original does not pay.
+- `--max-seqlen-per-dp-cp-rank` is the token budget or its half, quarter or eighth; smaller ones shard sequences more.
+- Each sequence is a separate pack, as in megatron-core 0.16, or the sequences of a group in a round are packed up to
+  the token budget. The development branch, whose choice of groups accounts for packing, is `megatron_packing`.
+- In the original, rounds end with a barrier; here there is none under `iteration`. Under `microbatch`, a wave has one
+  micro-batch per rank, so a round with several becomes several waves, a cost that the original does not have.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def solver_of(
     needed: Callable[[int, int], int],
     drafts: Callable[[Batch, Problem, int], Iterator[Iterator[Draft]]],
 ) -> FunctionSolver:
-    """Make a solver of Megatron's.
+    """Make a solver for one of Megatron's schedulers.
 
     Args:
-        needed: returns the least degree for a sequence of so many tokens, if a rank holds so many.
-        drafts: yields the ways to run a batch at a number of tokens that ranks hold.
+        name: the name in the registry.
+        problem: the problem to plan for.
+        needed: (length, tokens per rank) -> least degree of a sequence.
+        drafts: (batch, problem, tokens per rank) -> the ways to run the batch, each as micro-batches.
     """
     rule = partial(_scheduled, name=name, needed=needed, drafts=drafts)
     return FunctionSolver(name=name, problem=problem, rule=rule)
@@ -52,7 +54,7 @@ def _scheduled(
     needed: Callable[[int, int], int],
     drafts: Callable[[Batch, Problem, int], Iterator[Iterator[Draft]]],
 ) -> Assignment:
-    """Schedule one batch; a sequence that needs more ranks than there are raises PlanError."""
+    """Schedule one batch; raise PlanError if a sequence needs too many ranks."""
     longest = int(batch.lengths.max())
     degree = needed(longest, problem.tokens_per_rank)
     if degree > problem.num_ranks:
@@ -72,7 +74,7 @@ def _drafts(batch: Batch, problem: Problem, tokens_per_rank: int) -> Iterator[It
 
 
 def drafts_of(rounds: Sequence[Sequence[Group]], split: Callable[[Group], list[list[int]]]) -> Iterator[Draft]:
-    """Yield micro-batches round by round; `split` makes a group's sequences into packs."""
+    """Yield micro-batches round by round; `split` divides a group's sequences into packs."""
     for groups in rounds:
         first = 0
         for group in groups:
@@ -83,5 +85,5 @@ def drafts_of(rounds: Sequence[Sequence[Group]], split: Callable[[Group], list[l
 
 
 def packed(batch: Batch, problem: Problem, group: Group) -> list[list[int]]:
-    """Return a group's sequences in as few packs as its ranks hold."""
+    """Pack a group's sequences first-fit decreasing, up to the budget of its ranks."""
     return packs_of(group.sequences, batch, problem, group.degree)

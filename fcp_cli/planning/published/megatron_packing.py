@@ -2,23 +2,23 @@
 
 Written from the behaviour of `DefaultDynamicCPScheduler` there (`megatron/core/datasets`, 2026). Its rules:
 
-- Sequences, longest first; work is length² / ranks, degrees are powers of two.
-- A micro-batch of all ranks begins with the longest sequence on the smallest degree that holds it. Each other one goes
-  so that the most loaded rank has least: into a group with room, of the degree that it needs or a wider one, or on
-  free ranks as a new group. It waits for a later micro-batch if a rank would have more than 1.05 x longest x budget.
-- Ranks left empty: the first of the smallest groups is doubled repeatedly. If that cannot fill every rank, the
-  micro-batch becomes one group of all ranks, filled longest first.
+- Sequences are taken longest first. Work is length² / ranks, and degrees are powers of two.
+- A micro-batch of all ranks starts with the longest sequence on the smallest degree that holds it. Each other sequence
+  goes where the most loaded rank stays lowest: into an open group with room of its degree or wider, or into a new group
+  on free ranks. It waits for a later micro-batch if a rank would exceed 1.05 x longest x budget.
+- If ranks stay empty, the first of the smallest groups is doubled repeatedly. If that cannot fill every rank, the
+  micro-batch becomes a single group of all ranks, filled longest first.
 
-The sequences of a group are one pack. More generous than there, as for `megatron-dynamic-cp`: the budget that degrees
-follow from is halved up to three times and the quickest kept for every step; no barrier follows under `iteration`.
+The sequences of a group are one pack. As for `megatron-dynamic-cp`, two choices favour it: the budget that determines
+the degrees is halved up to three times, with the fastest kept for every step, and no barrier follows under `iteration`.
 
-`megatron-any-degree`: the same with degrees that are not rounded (NVIDIA/Megatron-LM#6801). The pull request's
-description and tests were read; its scheduler's code was in no copy. They say: a sequence needs as many ranks as hold
-it, five or three as well as four, groups are contiguous, and sequences for which powers of two leave no room, as three
-that need three of eight ranks, still fall back to one group of all. They do not say which wider degrees a sequence is
-offered, and how groups grow into ranks that stay empty. Two readings, the quicker kept for every step: the degree that
-is needed and its doublings, as before the change, or every degree from it on. The order of ranks in a ring, which
-bounds the peers of a rank by four, is that of every plan (`plan/ring_order.py`).
+`megatron-any-degree`: the same with unrounded degrees (NVIDIA/Megatron-LM#6801). Only the pull request's description
+and tests were available, not the code of its scheduler. They say that a sequence needs just as many ranks as hold it
+(three or five as well as four), and that groups are contiguous. If rounding up leaves no room, as for three sequences
+that need three of eight ranks each, the micro-batch still becomes a single group of all ranks. They do not say which
+wider degrees a sequence may get, or how groups grow into empty ranks. Two readings are tried, with the faster kept for
+every step: the needed degree and its doublings, as before the change, or every degree from the needed one on. The order
+of ranks in a ring, which limits a rank to four peers, is that of every plan (`plan/ring_order.py`).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.planning.published.megatron_dynamic_cp import drafts_of, packed, solver_of
 from fcp_cli.planning.published.megatron_rounds import Group, degree_needed, ranks_needed
 
-_CAP = 1.05  # of longest x budget: the work that a rank may have in a micro-batch
+_CAP = 1.05  # x longest x budget: largest work of a rank in a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Which degrees sequences are offered.
+    """A rule for the degrees that a sequence may get.
 
     Attributes:
-        needed: the least for a sequence of so many tokens, if a rank holds so many.
-        wider: the next after one; groups that take empty ranks grow to it, too.
+        needed: (length, tokens per rank) -> least degree.
+        wider: degree -> next wider one; groups also grow by it into empty ranks.
     """
 
     needed: Callable[[int, int], int]
@@ -67,7 +67,7 @@ EVERY = Degrees(ranks_needed, _next)
 
 @lru_cache(maxsize=1024)
 def _offered(degrees: Degrees, degree: int, num_ranks: int) -> npt.NDArray[np.bool_]:
-    """Return, by degree, which ones a sequence is offered that needs this one."""
+    """Return [num_ranks + 1] whether a sequence that needs `degree` ranks may get each degree."""
     offered = np.zeros(num_ranks + 1, dtype=np.bool_)
     while degree <= num_ranks:
         offered[degree] = True
@@ -81,7 +81,7 @@ def make_solver(batches: GlobalBatches) -> FunctionSolver:
 
 
 def make_any_degree(batches: GlobalBatches) -> FunctionSolver:
-    """Make the solver without rounded degrees."""
+    """Make the solver with degrees that are not rounded to powers of two."""
     return _solver("megatron-any-degree", batches.problem, DOUBLINGS, EVERY)
 
 
@@ -102,16 +102,16 @@ def _drafts(
 def packed_rounds(
     lengths: Sequence[int], *, max_tokens_per_rank: int, num_ranks: int, degrees: Degrees = POWERS_OF_TWO
 ) -> list[list[Group]]:
-    """Schedule sequences.
+    """Schedule sequences into micro-batches of all ranks.
 
     Args:
         lengths: tokens of each sequence; none may need more than `num_ranks` ranks.
-        max_tokens_per_rank: tokens of a rank in a micro-batch, over all sequences of its group.
-        num_ranks: ranks of the job.
-        degrees: those that sequences are offered.
+        max_tokens_per_rank: token budget of a rank in a micro-batch, over all sequences of its group.
+        num_ranks: number of ranks.
+        degrees: rule for the degrees that a sequence may get.
 
     Returns:
-        Per micro-batch its groups, on contiguous ranks from rank 0 on in the groups' order.
+        The groups of each micro-batch, on contiguous ranks from rank 0 on, in order.
     """
     left = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rounds = []
@@ -123,7 +123,7 @@ def packed_rounds(
 
 
 class _PackingRound:
-    """One micro-batch of all ranks: its groups, and the sequences that it leaves."""
+    """One micro-batch of all ranks: its groups, and the sequences left for later ones."""
 
     def __init__(
         self, lengths: Sequence[int], waiting: Sequence[int], held_tokens: int, num_ranks: int, degrees: Degrees
@@ -132,7 +132,7 @@ class _PackingRound:
         self.left: list[int] = []
         self._lengths, self._held_tokens, self._num_ranks, self._degrees = lengths, held_tokens, num_ranks, degrees
         self._degree = np.zeros(num_ranks, dtype=np.int64)
-        self._load, self._held = np.zeros(num_ranks), np.zeros(num_ranks)  # of a rank of each group
+        self._load, self._held = np.zeros(num_ranks), np.zeros(num_ranks)  # [groups] per rank of the group
         self._free_ranks, self._highest = num_ranks, 0.0
         self._cap = lengths[waiting[0]] * held_tokens * _CAP
         self._open(waiting[0], degrees.needed(lengths[waiting[0]], held_tokens))
@@ -141,7 +141,7 @@ class _PackingRound:
         self._fill_empty_ranks(waiting)
 
     def _place(self, i: int) -> None:
-        """Give sequence i to the group, open or new, that leaves the most loaded rank with least."""
+        """Put sequence i into the open or new group that keeps the highest load lowest, or leave it for later."""
         length, count = self._lengths[i], len(self.groups)
         offered = _offered(self._degrees, self._degrees.needed(length, self._held_tokens), self._num_ranks)
         new = np.flatnonzero(offered[: self._free_ranks + 1])
@@ -153,7 +153,7 @@ class _PackingRound:
             self.left.append(i)
             return
         least = np.flatnonzero(load == load.min())
-        chosen = int(least[np.argmin(degree[least])])  # of equals the smallest degree, and a group before a new one
+        chosen = int(least[np.argmin(degree[least])])  # ties: the smallest degree, then an open group before a new one
         if chosen < count:
             self._add(i, chosen)
         else:
@@ -173,7 +173,7 @@ class _PackingRound:
         self._highest = max(self._highest, float(self._load[number]))
 
     def _fill_empty_ranks(self, waiting: Sequence[int]) -> None:
-        """Widen the first of the smallest groups while ranks are empty; if that fails, run all on one group."""
+        """Widen the first of the smallest groups until no rank is empty; fall back to a single group of all ranks."""
         while self._free_ranks:
             smallest = min(self.groups, key=lambda group: group.degree)
             more = min(self._degrees.wider(smallest.degree), self._num_ranks) - smallest.degree

@@ -1,14 +1,14 @@
 """The rounds of Megatron-LM's hybrid context parallelism (megatron-core 0.16, class `BalancedCPScheduler`).
 
-Written from the behaviour of that scheduler, on groups instead of ranks. Its rules:
+Written from the behaviour of that scheduler, but on groups instead of ranks. Its rules:
 
 - A sequence runs on the smallest power of two of ranks that holds it; its work is length² / ranks.
-- Sequences, longest first, are cut into as many runs of about equal work as there are different degrees.
-- In a round, the first run whose head can be placed gives the next sequence: to a new group on free ranks, else to
-  the least loaded group of exactly its degree. The round ends when nothing fits, or, once a smaller degree than the
-  round's first was placed, when all ranks have the same work to within 5 %.
-- The most loaded group gives back its last sequence as long as that narrows the spread. If ranks stayed empty, the
-first of the smallest groups is doubled repeatedly.
+- Sequences, longest first, are cut into runs of about equal work, as many as there are different degrees.
+- In a round, the next sequence is the head of the first run whose head can be placed: in a new group on free ranks,
+  else in the least loaded group of exactly its degree. The round ends when nothing fits, or, once a smaller degree than
+  the round's first was placed, when the loads of all ranks are within 5 %.
+- If no rank is empty, the most loaded group gives back its last sequence while that narrows the spread of the loads.
+  Otherwise the first of the smallest groups is doubled repeatedly.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_SLACK = 0.05  # of the largest load: tolerance of a balanced round
-_RUN_OVERFULL = 1.1  # a run is closed before its work passes this multiple of its fair share
+_SLACK = 0.05  # spread of the loads of a balanced round, relative to the largest
+_RUN_OVERFULL = 1.1  # multiple of its fair share of work that a run may not exceed
 
 
 @dataclass(slots=True)
 class Group:
-    """Contiguous ranks of one round, and the sequences that they run one after the other."""
+    """Contiguous ranks in a round, and their sequences; `load` is the work per rank."""
 
     degree: int
     load: float = 0.0
@@ -36,20 +36,20 @@ def ranks_needed(length_tokens: int, max_tokens_per_rank: int) -> int:
 
 
 def degree_needed(length_tokens: int, max_tokens_per_rank: int) -> int:
-    """Return the smallest power of two of ranks that holds a sequence."""
+    """Return the smallest power-of-two number of ranks that holds a sequence."""
     return 1 << (ranks_needed(length_tokens, max_tokens_per_rank) - 1).bit_length()
 
 
 def balanced_rounds(lengths: Sequence[int], *, max_tokens_per_rank: int, num_ranks: int) -> list[list[Group]]:
-    """Schedule sequences.
+    """Schedule sequences into rounds.
 
     Args:
         lengths: tokens of each sequence; none may need more than `num_ranks` ranks.
-        max_tokens_per_rank: gives the degrees; nothing else bounds memory, since every sequence is a pack by itself.
-        num_ranks: ranks of the job.
+        max_tokens_per_rank: token budget, which only determines degrees: every sequence is a separate pack.
+        num_ranks: number of ranks.
 
     Returns:
-        Per round its groups, on contiguous ranks from rank 0 on in the groups' order.
+        The groups of each round, on contiguous ranks from rank 0 on, in order.
     """
     tasks = [_Task.of(i, length, max_tokens_per_rank) for i, length in enumerate(lengths)]
     assert all(task.degree <= num_ranks for task in tasks)
@@ -78,14 +78,14 @@ class _Task:
 
 
 def _runs(tasks: Sequence[_Task]) -> list[list[_Task]]:
-    """Cut into consecutive runs of about equal work, as many as there are degrees; the head of a run comes last."""
+    """Cut tasks into runs of about equal work, one per distinct degree; reverse each, so that `pop` takes the head."""
     wanted = len({task.degree for task in tasks})
     target = sum(task.work for task in tasks) / wanted
     runs: list[list[_Task]] = []
     run: list[_Task] = []
     work = 0.0
     for i, task in enumerate(tasks):
-        # The original counts a closed run twice when it saves tasks for the runs to come; kept, it shapes the result.
+        # The original counts closed runs twice when it reserves tasks for later runs; kept, since results depend on it.
         few_left = len(tasks) - i <= wanted - 2 * len(runs)
         if run and (work + task.work > target * _RUN_OVERFULL or few_left):
             runs.append(run[::-1])
@@ -96,7 +96,7 @@ def _runs(tasks: Sequence[_Task]) -> list[list[_Task]]:
 
 
 class _Round:
-    """Groups under construction. Members of a group always carry the same load."""
+    """Groups of a round under construction; all ranks of a group have the same load."""
 
     def __init__(self, num_ranks: int) -> None:
         self.groups: list[Group] = []
@@ -104,7 +104,7 @@ class _Round:
         self._by_degree: dict[int, list[tuple[float, int]]] = {}  # heaps of (load, group)
 
     def place(self, runs: list[list[_Task]]) -> list[_Task]:
-        """Place tasks until nothing fits or the loads are level; returns the tasks left, in their order."""
+        """Place tasks until nothing fits or the loads are level; return the remaining tasks in order."""
         first_degree = 0
         may_stop = False
         while (run := next((run for run in runs if run and self._fits(run[-1].degree)), None)) is not None:
@@ -140,7 +140,7 @@ class _Round:
         return 0.0 if self.free_ranks else min(heap[0][0] for heap in self._by_degree.values())
 
     def give_back(self, tasks: Sequence[_Task]) -> list[_Task]:
-        """Take the last task from the most loaded group while that narrows the spread of the loads."""
+        """Remove and return last tasks of the most loaded group while that narrows the spread of the loads."""
         returned: list[_Task] = []
         while not self.free_ranks:
             loads = [group.load for group in self.groups]
@@ -158,10 +158,10 @@ class _Round:
         return returned
 
     def fill_empty_ranks(self) -> None:
-        """Double the first of the smallest groups while there are ranks for it."""
+        """Double the first of the smallest groups while there are enough free ranks."""
         while self.free_ranks:
             smallest = min(self.groups, key=lambda group: group.degree)
             if smallest.degree > self.free_ranks:
-                return  # only if the number of ranks is no power of two: the original stops with an error here
+                return  # only if the number of ranks is not a power of two; the original raises an error here
             self.free_ranks -= smallest.degree
             smallest.degree *= 2

@@ -1,10 +1,11 @@
-"""`packing`: rows of --max-length tokens, dealt to the data-parallel ranks in turn, as TRL and axolotl fine-tune.
+"""`packing`: rows of --max-length tokens, dealt to the data-parallel ranks in turn, as in TRL and axolotl.
 
 Both pack a data set into rows, best-fit decreasing (TRL, `packing_strategy="bfd"`) or first-fit decreasing (axolotl,
-`sample_packing`), and give every rank as many rows, regardless of their work. Choices that the frameworks leave open
-favour them:
+`sample_packing`), and give all ranks equally many rows, whatever their work. Here rows are best-fit decreasing, with
+these differences:
 
-- Packed within a global batch, which both would change; TRL cuts sequences that are longer than a row.
+- Sequences are packed within a global batch. Both frameworks pack across batches, and TRL truncates sequences that are
+  longer than a row.
 - A row has --max-length tokens, by default as many as a rank holds. If no rank holds the longest sequence, all rows run
   on rings of the smallest degree that does, as with axolotl's `context_parallel_size`.
 """
@@ -22,7 +23,7 @@ from fcp_cli.planning.work import work_on
 
 
 def make_solver(batches: GlobalBatches) -> FunctionSolver:
-    """Make the solver with the smallest degree whose ranks hold the longest sequence (all ranks do)."""
+    """Make the solver with the smallest degree that holds the longest sequence."""
     problem = batches.problem
     longest, degree = batches.longest_tokens, holding_degrees(batches)[0]
     held = degree * problem.tokens_per_rank
@@ -34,7 +35,7 @@ def make_solver(batches: GlobalBatches) -> FunctionSolver:
 
 
 def _packed(batch: Batch, problem: Problem, *, degree: int, row_tokens: int) -> Assignment:
-    """Pack one batch, and deal its rows to the groups in the order in which they were opened."""
+    """Pack one batch into rows, and deal them to the groups in turn, in the order in which they were opened."""
     tokens = work_on(batch.work, degree, problem).tokens
     pack_of, degrees = best_fit_decreasing(tokens, max(row_tokens, int(tokens.max())))
     offsets, members = members_by_pack(pack_of, len(degrees))

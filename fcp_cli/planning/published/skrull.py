@@ -1,16 +1,17 @@
-"""`skrull`: long sequences shared by a group while each rank runs short ones by itself, from Skrull (NeurIPS 2025).
+"""`skrull`: long sequences distributed over a group, short ones local to a rank, from Skrull (NeurIPS 2025).
 
-No code is public, and of the paper (arXiv 2505.19609) a detailed account was read, not its own text. Groups have one
-degree. Sequences are packed for them by work ("global data scheduling"). In a micro-batch, sequences are either local,
-whole on one rank, or distributed over the group ("distribution-aware context parallelism"): local ones go, longest
-first, to the rank with the least work so far that has room; if none has, the sequence is distributed, and if that
-takes room away, local sequences are, too (its roll-back). The ring of distributed ones travels while local ones are
-computed. It is priced as `spread_attention` says. Choices that the paper leaves open favour it:
+No code is public; this is based on a detailed account of the paper (arXiv 2505.19609), not on its text. All groups have
+one degree, and sequences are packed for them by work ("global data scheduling"). In a micro-batch, a sequence is either
+local, whole on one rank, or distributed over the group ("distribution-aware context parallelism"). Local ones go,
+longest first, to the rank with the least work so far that has room. If none has room, the sequence is distributed; if
+that takes room from other ranks, their longest local sequences are distributed, too (its roll-back). The ring of
+distributed sequences overlaps with local ones. Priced by `spread_attention`. Choices that the paper leaves open favour
+it:
 
-- How many of the longest sequences are distributed from the start: the quickest of several numbers, for every
-  micro-batch. The paper's heuristic avoids sharding, then balances.
-- The ring hides behind local sequences and behind its own attention; the paper counts the first only.
-- The degree is the quickest over a sample of the plan's steps.
+- The number of longest sequences that are distributed from the start is the fastest of several, for every micro-batch.
+  The paper's heuristic avoids sharding, then balances.
+- The ring hides behind local sequences and behind its own attention; the paper counts only the former.
+- The degree is the fastest over a sample of the plan's steps.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from fcp_cli.planning.published.spread_attention import SpreadAttention, tuned
 
 
 def make_solver(batches: GlobalBatches) -> SpreadAttention:
-    """Make the strategy with the degree that is quickest over a sample of the steps; see `tuned` for errors."""
+    """Make the strategy with the fastest degree over a sample of the steps; see `tuned` for errors."""
     return tuned("skrull", batches, _rank_seconds)
 
 
 def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
-    """Return [degree] the seconds of one micro-batch."""
+    """Return [degree] the seconds of a micro-batch on each rank."""
     n, seconds = len(work.tokens), work.total_seconds
     tried = sorted({0, n, *(count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64) if count < n)})
     if spread.degree == 1:
@@ -56,13 +57,14 @@ def _priced(spread: SpreadAttention, owner: IntArray, work: Work) -> FloatArray:
 
 
 def local_ranks(tokens: IntArray, seconds: FloatArray, ranks: int, limit: int, *, shared: int) -> IntArray:
-    """Return [sequences] the rank that runs each by itself, or -1 if the group shares it.
+    """Return [sequences] the rank of each local sequence, or -1 if it is distributed over the group.
 
     Args:
-        tokens: [sequences] which `ranks` ranks of `limit` tokens hold together.
-        seconds: [sequences] of each on one rank.
-        limit: tokens of a rank.
-        shared: how many of the longest the group shares from the start.
+        tokens: [sequences] tokens, in total at most `ranks` x `limit`.
+        seconds: [sequences] seconds of each on one rank.
+        ranks: number of ranks in the group.
+        limit: token budget of a rank.
+        shared: number of longest sequences that are distributed from the start.
     """
     order = np.argsort(-tokens, kind="stable").tolist()
     owner = np.full(len(tokens), -1, dtype=np.int64)

@@ -1,9 +1,9 @@
-"""`deepspeed-ulysses` and `usp`: one degree for the whole plan, of which a fixed part splits heads.
+"""`deepspeed-ulysses` and `usp`: one degree and one Ulysses degree for the whole plan.
 
-DeepSpeed-Ulysses (Jacobs et al., 2023) gives each rank of a group all tokens of some heads: the degree divides the
+DeepSpeed-Ulysses (Jacobs et al., 2023) gives each rank of a group all tokens of some heads. The degree divides the
 query heads, and each rank holds whole key/value heads, or a copy of one. USP (Fang and Zhao, 2024) and LoongTrain (Gu
-et al., 2024) split heads among u ranks inside a node and tokens over a ring of r such sets: u x r for the whole run.
-Tuned as `static` is: the degree, u and packing that take least over the plan.
+et al., 2024) split heads among u ranks inside a node and tokens over a ring of r such sets, with a fixed u x r. Both
+are tuned like `static`: the fastest degree, u and packing over the plan.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from fcp_cli.planning.fcp.limits import require_heads_to_hold
 
 
 def make_ulysses(batches: GlobalBatches) -> StaticSolver:
-    """Make the best static plan whose groups only split heads.
+    """Make the fastest static solver whose groups are single Ulysses sets.
 
     Raises:
-        UsageError: no number of ranks that may share heads divides the ranks and holds the longest sequence.
+        UsageError: the profile or `--attention` does not fit, or no Ulysses degree divides the ranks and holds the
+            longest sequence.
     """
     _require(batches, "deepspeed-ulysses", "ulysses")
     require_heads_to_hold(batches)
@@ -36,10 +37,10 @@ def make_ulysses(batches: GlobalBatches) -> StaticSolver:
 
 
 def make_usp(batches: GlobalBatches) -> StaticSolver:
-    """Make the best static plan of one u x r, u inside a node.
+    """Make the fastest static solver with a fixed u x r, where the u ranks lie inside a node.
 
     Raises:
-        UsageError: groups are to be rings, or to split only heads.
+        UsageError: the profile does not price heads, or `--attention` is not `2d`.
     """
     _require(batches, "usp", "2d")
     size = batches.problem.ranks_per_node
@@ -48,7 +49,7 @@ def make_usp(batches: GlobalBatches) -> StaticSolver:
 
 
 def _candidates(batches: GlobalBatches) -> Iterator[StaticSolver]:
-    """Yield every static plan with every heads degree that divides its degree."""
+    """Yield every static solver with every Ulysses degree that divides its degree, 1 included."""
     problem, longest = batches.problem, batches.longest_tokens
     assert problem.profile.heads is not None, "a problem splits heads under a profile that prices it"
     for one in static_candidates(problem, longest):

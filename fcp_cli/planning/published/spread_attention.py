@@ -1,16 +1,16 @@
-"""Prices of steps whose attention runs apart from the tokens: by tasks, blocks or chunks on any ranks of a group.
+"""Prices of steps whose attention may run on other ranks than its tokens: in tasks, blocks or chunks within a group.
 
-No plan of rings can run these executions, so only `fcp compare` prices them. All are priced on the same device and
-links by the cost profile, with these assumptions, each of which favours the strategy:
+A plan of rings cannot express these executions, so only `fcp compare` prices them. All are priced by the cost profile
+on the same devices and links, with these assumptions, which favour the strategy:
 
-- Ranks of a group wait for each other once a micro-batch, not at each layer.
-- Messages travel at the ring's bandwidth, both ways at once, and take `ring_hop_seconds` per rank that sends any.
-  Attention hides them, or, if two halves of a micro-batch alternate ("ping-pong"), all computation.
-- Keys and values are fetched again in the backward, where their gradients return; a ping-pong keeps them from the
-  forward, and their memory is not counted.
-- A further kernel on some queries costs the same as a further hop of a ring (`chunk_seconds_per_token`).
+- Ranks of a group wait for each other once per micro-batch, not in every layer.
+- Messages travel at the ring's bandwidth in both directions at once, and take `ring_hop_seconds` per sending rank. They
+  hide behind attention or, if two halves of a micro-batch alternate ("ping-pong"), behind all computation.
+- The backward fetches keys and values again and returns their gradients. With ping-pong they are kept from the forward,
+  and their memory is not counted.
+- A further kernel on some queries costs as much as a further hop of a ring (`chunk_seconds_per_token`).
 
-The bound is all work shared evenly, with the fixed seconds of the micro-batches that its tokens need.
+The lower bound is all work shared evenly, plus the fixed seconds of the micro-batches that its tokens need.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from fcp_cli.planning.published.wlb_llm import packs_of_groups
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpreadAttention:
-    """Prices every batch in micro-batches of equal groups of ranks.
+    """Strategy that prices a batch as micro-batches on groups of one degree.
 
     Attributes:
-        name: the name, as in the registry.
+        name: the name in the registry.
+        problem: the problem to price.
         heads: bytes of queries and keys.
-        rank_seconds: returns [degree] the seconds of one micro-batch on each rank of a group.
-        options: settings, for the outcome.
+        degree: ranks of a group.
+        rank_seconds: returns [degree] the seconds of a micro-batch on each rank of a group.
+        options: settings, for the output of `fcp compare`.
     """
 
     name: str
@@ -52,7 +54,7 @@ class SpreadAttention:
     options: Mapping[str, Any]
 
     def price(self, batch: Batch) -> PricedStep:
-        """Predict the seconds of one step."""
+        """Predict one step; see `PricedStep`."""
         problem, step = self.problem, self.problem.profile.step
         closing, floor = step.closing_seconds(problem.sync), step.floor_seconds(problem.sync)
         of_ranks = [self.rank_seconds(self, batch.work.take(np.array(pack))) for pack in self._packs(batch.work)]
@@ -74,19 +76,19 @@ class SpreadAttention:
         return self.price(batch).seconds
 
     def _packs(self, work: Work) -> list[list[int]]:
-        """Pack a batch for as few micro-batches a group as hold it: by tokens for one group, else by work."""
+        """Pack a batch into the fewest micro-batches per group that hold it: by tokens for one group, else by work."""
         groups, limit = self.problem.num_ranks // self.degree, self.degree * self.problem.tokens_per_rank
         weights = work.tokens.astype(np.float64) if groups == 1 else work.total_seconds
         return packs_of_groups(work.tokens, weights, groups=groups, limit=limit)
 
     def task_seconds(self, tasks: Tasks, work: Work, kernels: FloatArray, *, ping_pong: bool) -> FloatArray:
-        """Return [degree] the seconds of a micro-batch of tasks, each with all keys of its sequence.
+        """Return [degree] the seconds on each rank of a micro-batch of tasks, each with all keys of its sequence.
 
         Args:
-            tasks: the rank that runs each, and the rank that holds its queries and runs its other layers.
-            work: [sequences] of the micro-batch.
-            kernels: [tasks] that each runs beyond its first.
-            ping_pong: all computation hides messages, and fetched keys are kept.
+            tasks: attention tasks, with the rank that runs each and the rank that holds its queries.
+            work: [sequences] work of the micro-batch.
+            kernels: [tasks] number of kernels beyond the first.
+            ping_pong: whether messages hide behind all computation, and fetched keys are kept.
         """
         ranks, count, c = self.degree, len(work.tokens), self.problem.profile.coefficients
         held = np.zeros((count, ranks))
@@ -104,13 +106,13 @@ class SpreadAttention:
         return np.asarray(c.microbatch_seconds + linear + np.maximum(attention, messages))
 
     def message_seconds(self, keys: FloatArray, queries: FloatArray | None = None, *, kept: bool) -> FloatArray:
-        """Return [degree] the seconds of all messages to a rank, while others leave it.
+        """Return [degree] the seconds of all messages that a rank receives; it sends others at the same time.
 
         Args:
             keys: [to, from] tokens whose keys and values travel.
-            queries: [to, from] tokens whose queries travel, and whose outputs return; None: they stay.
-            kept: fetched keys are kept for the backward; else of a ring's bytes two thirds go to the rank that fetches,
-                in forward and backward, and the gradients, a third, come from it.
+            queries: [to, from] tokens whose queries travel and whose outputs return, or None.
+            kept: whether fetched keys are kept for the backward. If not, two thirds of a ring's bytes go to the
+                fetching rank, in forward and backward, and one third, the gradients, comes from it.
         """
         if kept:
             moved = self.heads.key_value_exchange_bytes_per_token * keys / 2
@@ -128,18 +130,18 @@ class SpreadAttention:
 
 
 def attention_per_token(work: Work) -> FloatArray:
-    """Return [sequences] the seconds of attention of one query, a pair of a head's and a tail's, windows included."""
+    """Return [sequences] the mean attention seconds per query, including sliding windows."""
     seconds = work.attention_seconds if work.windows is None else work.attention_seconds + work.windows.seconds
     return np.asarray(seconds / work.tokens)
 
 
 @dataclass(slots=True)
 class Tasks:
-    """Attention of one micro-batch: each task is some queries of one sequence, on one rank.
+    """Attention tasks of a micro-batch: each is some queries of one sequence, on one rank.
 
     Attributes:
-        sequence: [tasks] index into the micro-batch.
-        tokens: [tasks] queries, pairs of a head and a tail of the sequence, so that each takes as long.
+        sequence: [tasks] index of the sequence in the micro-batch.
+        tokens: [tasks] number of queries, paired from head and tail of the sequence so that all take equally long.
         home: [tasks] rank that holds the queries.
         rank: [tasks] rank that runs the task.
     """
@@ -150,7 +152,7 @@ class Tasks:
     rank: IntArray
 
     def hand_over(self, task: int, rank: int, *, share: float) -> None:
-        """Let another rank run a share of a task."""
+        """Move a share of a task to another rank."""
         if share >= 1.0:
             self.rank[task] = rank
             return
@@ -163,13 +165,13 @@ class Tasks:
 
 
 def laid_out(tokens: IntArray, ranks: int) -> Tasks:
-    """Give all ranks equally many tokens, in order; a sequence that is cut is a task on each of its ranks."""
+    """Return tasks with equally many tokens on each rank, in order; a sequence has a task on each rank it spans."""
     ends = np.cumsum(tokens, dtype=np.float64)
     cuts = np.union1d(ends, ends[-1] * np.arange(1, ranks + 1) / ranks)
     sizes = np.diff(cuts, prepend=0.0)
     middle = cuts - sizes / 2
     home = np.minimum((middle * ranks / ends[-1]).astype(np.int64), ranks - 1)
-    kept = sizes > 1e-6  # a cut that equals an end except for rounding leaves no task
+    kept = sizes > 1e-6  # drop pieces that only exist by rounding
     sequence = np.searchsorted(ends, middle)
     return Tasks(sequence=sequence[kept], tokens=sizes[kept], home=home[kept], rank=home[kept].copy())
 
@@ -182,17 +184,17 @@ def tuned(
     degrees: Sequence[int] = (),
     **options: Any,
 ) -> SpreadAttention:
-    """Make a strategy with the degree that is quickest over a sample of the steps.
+    """Make a strategy with the fastest degree over a sample of the steps.
 
     Args:
-        name: the name, as in the registry.
+        name: the name in the registry.
         batches: the batches to price.
         rank_seconds: see `SpreadAttention`.
-        degrees: the degrees to choose from; none: every divisor of the ranks that holds the longest sequence.
-        options: further settings, for the outcome.
+        degrees: the degrees to choose from; empty: every divisor of the ranks that holds the longest sequence.
+        options: further settings, for the output of `fcp compare`.
 
     Raises:
-        UsageError: the profile lacks the bytes of queries and keys, or ranks run stages.
+        UsageError: the profile lacks the bytes of queries and keys, ranks differ in speed, or there are pipelines.
     """
     problem = batches.problem
     heads = problem.profile.heads

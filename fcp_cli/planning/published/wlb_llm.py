@@ -1,18 +1,18 @@
-"""`wlb-llm`: packs of variable length that take about as long, at one degree, from WLB-LLM (OSDI 2025).
+"""`wlb-llm`: packs of variable length but similar duration, on one degree, from WLB-LLM (OSDI 2025).
 
-Written from the paper's description of variable-length packing and from the code that DistCA's authors published as
-their baseline of it: sequences longest first, each into the pack with the least work so far; if it is full, into the
-pack with the fewest tokens. Choices that the paper leaves open favour it:
+Written from the paper's description of variable-length packing, and from the code that DistCA's authors published as
+their baseline of it. Sequences go, longest first, into the pack with the least work so far or, if that is full, into
+the pack with the fewest tokens. Choices that the paper leaves open favour it:
 
-- Work is in seconds of the cost profile. The original counts length + length^2 under one ratio for all models.
-- A pack holds the token budget of a group of the degree; sequences that fit into no pack make all groups run one
-  micro-batch more. The baseline's code then exceeds the budget.
-- The degree (any divisor of the ranks) is the quickest over a sample of the plan's steps.
-- Groups take their packs longest first, each the group that is free first, or under `microbatch` in waves of like time.
-- Global batches are not changed: the paper's queue, in which very long documents wait for later batches, changes which
+- Work is in seconds of the cost profile. The original counts length + length^2 with the same ratio for all models.
+- A pack holds the token budget of a group. If sequences fit into no pack, all groups run one more micro-batch; the
+  baseline's code exceeds the budget instead.
+- The degree (any divisor of the ranks) is the fastest over a sample of the plan's steps.
+- Packs are dealt longest first: each to the group that is free first, or under `microbatch` in waves of similar packs.
+- Global batches are not changed. The paper's queue, in which very long documents wait for later batches, changes which
   sequences are trained together.
-- Every sequence is shared evenly by its ring. The paper chooses between that and shares of the whole pack by the
-  efficiency of the kernel; the cost model prices the first without a loss on short sequences.
+- Every sequence is sharded evenly over its ring. The paper chooses between that and sharding the whole pack, by kernel
+  efficiency; the cost model prices the former without a penalty for short sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fcp_cli.planning.work import work_on
 
 
 def make_solver(batches: GlobalBatches) -> FunctionSolver:
-    """Make the solver with the degree that is quickest over a sample of the steps."""
+    """Make the solver with the fastest degree over a sample of the steps."""
     return quickest_solver((solver_of(batches.problem, degree) for degree in holding_degrees(batches)), batches)
 
 
@@ -41,7 +41,7 @@ def solver_of(problem: Problem, degree: int) -> FunctionSolver:
 
 
 def _shared_out(batch: Batch, problem: Problem, *, degree: int) -> Assignment:
-    """Pack one batch, and share its packs out over the groups."""
+    """Pack one batch and deal its packs to the groups."""
     work = work_on(batch.work, degree, problem)
     groups, limit = problem.num_ranks // degree, degree * problem.tokens_per_rank
     packs = packs_of_groups(work.tokens, work.total_seconds, groups=groups, limit=limit)
@@ -56,7 +56,7 @@ def _shared_out(batch: Batch, problem: Problem, *, degree: int) -> Assignment:
 
 
 def packs_of_groups(tokens: IntArray, work: FloatArray, *, groups: int, limit: int) -> list[list[int]]:
-    """Pack for as few micro-batches a group as hold all sequences; see `balanced_packs`. Empty packs are dropped."""
+    """Pack into the fewest micro-batches per group that hold all sequences; see `balanced_packs`. Drop empty packs."""
     turns = max(1, -(-int(tokens.sum()) // (groups * limit)))
     while True:
         packs, left = balanced_packs(tokens, work, number=groups * turns, limit=limit)
@@ -66,11 +66,13 @@ def packs_of_groups(tokens: IntArray, work: FloatArray, *, groups: int, limit: i
 
 
 def balanced_packs(tokens: IntArray, work: FloatArray, *, number: int, limit: int) -> tuple[list[list[int]], list[int]]:
-    """Pack sequences longest first into the pack with the least work or, if that is full, the fewest tokens.
+    """Pack sequences, longest first, into the pack with the least work or, if that is full, the fewest tokens.
 
     Args:
-        tokens: [n] of each sequence.
-        work: [n] of each sequence, in any unit.
+        tokens: [n] tokens.
+        work: [n] work, in any unit.
+        number: number of packs.
+        limit: token budget of a pack.
 
     Returns:
         The sequences of each pack, and those for which there was no room.

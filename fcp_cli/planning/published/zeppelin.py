@@ -1,16 +1,16 @@
-"""`zeppelin`: attention on one rank, in a node or across all nodes by length, other layers even (EuroSys 2026).
+"""`zeppelin`: attention on a rank, a node or all nodes, by length; other layers balanced (EuroSys 2026).
 
-No code is public, and of the paper (arXiv 2509.21841) a detailed account was read, not its own text; its two algorithms
-of partitioning were not in it. All ranks are one group. Sequences lie in three zones by length: shared by rings of all
-ranks, by the ranks of one node, or local to a rank, each on the ranks with the least attention so far. Messages between
-nodes are spread over all network cards of a node (its routing layer), and tokens move between the layout of attention
-and an even one for all other layers (its remapping layer). It is priced as `spread_attention` says. Choices that the
-paper leaves open favour it:
+No code is public; this is based on a detailed account of the paper (arXiv 2509.21841), not on its text, and the account
+omits its two partitioning algorithms. All ranks are one group. Sequences fall into three zones by length: distributed
+over a ring of all ranks, distributed over a ring of one node, or local to a rank, each on the ranks or node with the
+least load so far. Messages between nodes are spread over all network cards of a node (its routing layer), and tokens
+move between the layout of attention and an even one for all other layers (its remapping layer). Priced by
+`spread_attention`. Choices that the paper leaves open favour it:
 
-- The lengths at which zones begin: the quickest of twenty pairs, for every micro-batch.
-- Other layers run on even tokens or where attention left them, whichever is quicker with the remapping, which nothing
-  hides: it waits for the output of attention, and attention waits for it.
-- A hop across nodes travels at the bandwidth of all cards of the node, after and before a hop inside the node.
+- The lengths at which zones begin are the fastest of twenty pairs, for every micro-batch.
+- Other layers run on an even layout or in the layout of attention, whichever is faster including the remapping. Nothing
+  hides the remapping: it waits for the output of attention, and attention waits for it.
+- A hop across nodes travels at the bandwidth of all cards of the node, between two hops inside nodes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fcp_cli.planning.published.spread_attention import SpreadAttention, attenti
 
 
 def make_solver(batches: GlobalBatches) -> SpreadAttention:
-    """Make the strategy, on all ranks; see `tuned` for errors."""
+    """Make the strategy, with all ranks as one group; see `tuned` for errors."""
     return tuned("zeppelin", batches, _rank_seconds, degrees=[batches.problem.num_ranks])
 
 
 def _rank_seconds(spread: SpreadAttention, work: Work) -> FloatArray:
-    """Return [ranks] the seconds of one micro-batch."""
+    """Return [ranks] the seconds of a micro-batch on each rank."""
     budget, size = spread.problem.tokens_per_rank, spread.problem.ranks_per_node
     local = [budget // share for share in (1, 2, 4, 8, 16)]
     tried = product(local, (budget, 2 * budget, size * budget // 2, size * budget))
@@ -69,7 +69,10 @@ def _priced(spread: SpreadAttention, zone: IntArray, work: Work) -> FloatArray:
 
 
 def _ring_seconds(spread: SpreadAttention, across: float, inside: FloatArray) -> FloatArray:
-    """Return [ranks] the seconds of rings over all ranks, and inside nodes."""
+    """Return [ranks] the seconds of the ring over all ranks and the rings inside nodes.
+
+    `across` is the tokens in the former, `inside` [ranks] those of each rank's node in the latter.
+    """
     ranks, size, c = spread.degree, spread.problem.ranks_per_node, spread.problem.profile.coefficients
     near, far = spread.problem.profile.bandwidth.intra_node, spread.problem.profile.bandwidth.inter_node
     per_byte = 1.0 / near if ranks <= size else 1.0 / (size * far) + 2.0 / near
@@ -78,7 +81,7 @@ def _ring_seconds(spread: SpreadAttention, across: float, inside: FloatArray) ->
 
 
 def _remapping_seconds(spread: SpreadAttention, held: FloatArray, node_of: IntArray) -> FloatArray:
-    """Return [ranks] the seconds in which the slowest rank hands over or gets the tokens of an even layout."""
+    """Return [ranks] the seconds of remapping between `held` and even tokens: those of the slowest rank, for all."""
     mean, of_nodes = float(held.mean()), np.bincount(node_of)
     far = np.abs(np.bincount(node_of, held) / of_nodes - mean)[node_of]
     near = np.maximum(0.0, np.abs(held - mean) - far)
