@@ -1,1 +1,1 @@
-"""The search under `sync: iteration`: rings on a timeline, and packs of single ranks in the gaps that they leave."""
+"""The search under `sync: iteration`: rings on rank timelines, and single-rank packs in the time that rings leave."""

@@ -1,9 +1,10 @@
 """Balancing of single-rank packs: moves and swaps with the rank that ends last.
 
-balance:  until nothing helps any more, ranks are as good as even, or the counted work is used up:
-              take the rank that ends last                                               _last_to_end
-              find the move or swap with a sample of bins after which the later of the
-              two ends soonest, and do it                                                _best_exchange, _exchange
+balance:  until nothing helps, the ranks are even, or the work limit is reached:
+              take the rank that ends last                                        _last_to_end
+              find the best move or swap with a sample of bins: the one after
+              which the later of the two bins ends soonest                        _best_exchange
+              apply it                                                            _exchange
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from fcp_cli.planning.compiled.timelines.single_rank_packs import (
     take,
 )
 
-_SAMPLE = 160  # bins that balancing compares the worst bin with, at most
-_SAMPLES_IN_VAIN = 16  # samples without a better exchange after which balancing ends
-_EPSILON = 1e-9  # seconds: an exchange must gain more than rounding does, or balancing would not end
-_EVEN = 5e-5  # of the target; ranks that end as close to their mean are not balanced further
+_SAMPLE = 160  # most bins compared with the worst one at a time
+_SAMPLES_IN_VAIN = 16  # samples without an exchange after which balancing ends
+_EPSILON = 1e-9  # seconds: an exchange must gain more than rounding, or balancing would not terminate
+_EVEN = 5e-5  # of the target: excess of the last rank over the mean at which balancing ends
 
 
 class Exchange(NamedTuple):
-    """The next move of balancing: sequence `i` of the rank that ends last moves to `bin`, or swaps with `j` there.
+    """The next step of balancing: sequence `i` of the rank that ends last moves to `bin`, or swaps with `j` there.
 
     Attributes:
         i, j, bin: see above; `j` is END for a move, and `i` is END if nothing helps.
-        evaluations: pairs of sequences, and sequences with bins, that were compared.
+        evaluations: number of moves and swaps compared.
     """
 
     i: int
@@ -45,22 +46,22 @@ class Exchange(NamedTuple):
 def balance(
     target: float, gaps: int, work_limit: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks
 ) -> float:
-    """Move and swap sequences so that the rank that ends last ends sooner; return its end.
+    """Move and swap sequences, in place, until the rank that ends last ends sooner; return its end.
 
     Args:
-        target: seconds that the bins count their free seconds from.
-        gaps: number of further bins, after those of the ranks.
-        work_limit: comparisons after which no further exchange is sought.
-        sequences, inputs, singles: the bins to balance.
+        target: end of the bins, from which their free seconds count back.
+        gaps: number of gap bins, after those of the ranks.
+        work_limit: number of comparisons after which balancing ends.
+        sequences, inputs, singles: the sequences, the ranks, and the bins to balance.
     """
     bins = inputs.num_ranks + gaps
     evaluations, sample, in_vain = 0, 0, 0
     for rank in range(inputs.num_ranks):
         _enter_end(rank, inputs, singles)
     worst = _last_to_end(singles)
-    # Exchanges move work about, so that the ranks' mean stays; it is out of reach if they end as good as together.
+    # Exchanges hardly change the mean end of the ranks, so nothing is left to gain once all end close to it.
     even = total_of(singles.free[: inputs.num_ranks]) / inputs.num_ranks - _EVEN * target
-    # Samples in vain end it once they have seen all bins, or `_SAMPLES_IN_VAIN` times the sample if there are more.
+    # Fruitless samples end the loop once they cover all bins, or `_SAMPLES_IN_VAIN` samples if there are more.
     while (
         singles.free[worst] < even
         and evaluations < work_limit
@@ -68,7 +69,7 @@ def balance(
     ):
         found = _best_exchange(worst, sample, bins, sequences, inputs, singles)
         evaluations += found.evaluations
-        # Shifted even without a find: the next sample is of other bins.
+        # Shift in any case, so that the next sample has other bins.
         sample += 1
         if found.i == END:
             in_vain += 1
@@ -83,7 +84,7 @@ def balance(
 
 @leaf
 def _enter_end(b: int, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
-    """Enter the seconds that a bin has left into the tree; gaps do not count, since something ends them anyway."""
+    """Update the free seconds of a rank's bin in the tree `soonest`; gaps never end a step, so they are not in it."""
     if b >= inputs.num_ranks:
         return
     node = (len(singles.soonest) >> 1) + b
@@ -95,7 +96,7 @@ def _enter_end(b: int, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
 
 @leaf
 def _last_to_end(singles: SingleRankPacks) -> int:
-    """Return the first rank with the fewest seconds left."""
+    """Return the rank with the fewest free seconds; the first on ties."""
     leaves, node = len(singles.soonest) >> 1, 1
     while node < leaves:
         node = 2 * node if singles.soonest[2 * node] <= singles.soonest[2 * node + 1] else 2 * node + 1
@@ -106,9 +107,9 @@ def _last_to_end(singles: SingleRankPacks) -> int:
 def _best_exchange(
     worst: int, sample: int, bins: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks
 ) -> Any:
-    """Find the exchange of the worst bin with one of a sample that leaves the fuller of the two the most seconds.
+    """Return the exchange of the worst bin with a sampled bin that leaves the fuller of the two the most free seconds.
 
-    Neighbouring bins hold much the same, so that a sample is spread over all of them, and shifted from call to call.
+    Neighbouring bins are similar, so a sample is spread over all bins and shifted from call to call.
     """
     stride, evaluations = max(1, bins // _SAMPLE), 0
     best, best_i, best_j, best_bin = singles.free[worst] + _EPSILON, END, END, NONE
@@ -116,17 +117,17 @@ def _best_exchange(
     while i != END:
         work, tokens = sequences.work[i], sequences.tokens[i]
         at = singles.slot_tokens[worst, singles.slot_of[i]]
-        # The last sequence of a slot takes the slot's fixed seconds along when it leaves.
+        # If the sequence is alone in its slot, moving it also saves the slot's fixed seconds.
         alone = inputs.prices.beta if at + tokens == inputs.tokens_per_rank else 0.0
         for k in range(min(bins, _SAMPLE)):
             c = (sample + k * stride) % bins
-            # A bin that is as full as that can only end later than the best exchange so far.
+            # Too full to improve on the best exchange so far.
             if c == worst or singles.free[c] <= best:
                 continue
             evaluations += 1
             score = min(singles.free[worst] + work + alone, singles.free[c] - work)
             if score > best:
-                # A move that finds no open slot with room opens one, which costs its bin beta, if one is left.
+                # Without an open slot with room, a move opens one for beta, if the bin has a closed one.
                 if slot_with_room(c, tokens, inputs, singles) == NONE:
                     score = min(score, singles.free[c] - work - inputs.prices.beta)
                     if score > best and closed_slot(c, singles) == NONE:
@@ -141,7 +142,7 @@ def _best_exchange(
                 if score > best:
                     fewer = tokens - sequences.tokens[j]
                     left = singles.slot_tokens[c, singles.slot_of[j]]
-                    # Each slot takes the other's sequence in place of its own: a swap neither opens nor closes one.
+                    # Both sequences trade slots: a swap neither opens nor closes one.
                     if _holds(at, -fewer, sequences.tokens[i], inputs) and _holds(left, fewer, tokens - fewer, inputs):
                         best, best_i, best_j, best_bin = score, i, j, c
                 j = singles.after[j]
@@ -151,10 +152,10 @@ def _best_exchange(
 
 @inlined
 def _holds(left: int, more: int, tokens: int, inputs: PlannerInputs) -> bool:
-    """Return whether a slot with so many tokens left takes a sequence of `more` tokens more for one of `tokens`."""
+    """Return whether a slot with `left` free tokens can swap a sequence of `tokens` for one with `more` tokens more."""
     if more <= 0:
         return True
-    # Alone in its slot: what comes in its place is alone, too, and may fill the budget.
+    # A sequence alone in its slot may fill the whole budget, and so may its replacement.
     is_alone = left + tokens == inputs.tokens_per_rank
     held_back = 0 if is_alone else max(0, inputs.tokens_per_rank - inputs.shared_tokens)
     return bool(left - more >= held_back)
@@ -162,7 +163,7 @@ def _holds(left: int, more: int, tokens: int, inputs: PlannerInputs) -> bool:
 
 @leaf
 def _exchange(i: int, j: int, c: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
-    """Move i to bin c, or swap it with j there."""
+    """Move sequence i to bin c, or swap it with j there."""
     b, slot = singles.bin_of[i], singles.slot_of[i]
     if j == END:
         take(i, sequences, inputs, singles)
@@ -171,7 +172,7 @@ def _exchange(i: int, j: int, c: int, sequences: Sequences, inputs: PlannerInput
             to = closed_slot(c, singles)
         put(i, c, to, sequences, inputs, singles)
         return
-    # Both leave before either enters: neither slot has to hold both.
+    # Remove both before inserting either, so that no slot has to hold both.
     other = singles.slot_of[j]
     take(i, sequences, inputs, singles)
     take(j, sequences, inputs, singles)

@@ -1,19 +1,19 @@
-"""`sync: iteration`: the smallest target for which rings and single-rank packs fit, then balanced.
+"""`sync: iteration`: the smallest target for which rings and single-rank packs fit, then balancing.
 
-`schedule` knows a target that nothing can beat, and looks for the smallest one above it that works:
+`schedule` starts from a lower bound and searches the smallest feasible target above it:
 
-    if a step is known already: end unless its seconds may be beaten
+    given a makespan to beat: stop unless it is a feasible target
     double the gap to the lower bound until everything fits            _attempt
     bisect between the last gap that did not fit and the first that did
     try that target and three lower ones, in which some sequences end late;
         balance each, and keep the one that then ends first            balancing.balance
-    lay it once more, and balance it
+    rebuild that one, since the arrays hold the last attempt
 
-An attempt for one target:
+An attempt for a target:
 
     sequences that no single rank can run by then become rings         _split
     rings take ranks on the timelines                                  rings.place_rings
-    all else is single-rank work, laid into the time that rings leave  single_rank_packs.fill
+    single-rank sequences are laid into the time that rings leave      single_rank_packs.fill
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from fcp_cli.planning.compiled.timelines.balancing import balance
 from fcp_cli.planning.compiled.timelines.rings import Rings, Timeline, make_rings, make_timeline, place_rings
 from fcp_cli.planning.compiled.timelines.single_rank_packs import SingleRankPacks, fill, make_single_rank_packs
 
-_ALIKE = 2e-4  # relative; a part of a step that ends by so much later than another is not planned again
-_MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; more only if the packs themselves need them
+_ALIKE = 2e-4  # relative: a part may end this much later than the searched one without a later target
+_MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; exceeded only if the packs themselves need more
 
 
 @leaf
 def _split(target: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings, single_order: IntArray) -> int:
-    """Make rings of the sequences that no single rank can run by target; return how many are left, in single_order."""
+    """Put sequences that no single rank can run by target into `rings`, the others into `single_order`; count these."""
     count = 0
     n = 0
     for i in range(len(sequences.work)):
-        # Only sequences that need one: a ring costs its ranks communication and a micro-batch each.
+        # A ring costs communication and fixed seconds on each rank, so only sequences that need one get it.
         if sequences.tokens[i] > inputs.tokens_per_rank or inputs.prices.beta + sequences.work[i] > target:
             rings.sequence[count] = i
             count += 1
         else:
             single_order[n] = i
             n += 1
-    # In an array of one, since arrays are passed by reference and numbers are not.
+    # An array of one element, since numbers are not passed by reference.
     rings.placed[0] = count
     return n
 
@@ -61,7 +61,7 @@ def _attempt(
     singles: SingleRankPacks,
     single_order: IntArray,
 ) -> int:
-    """Lay rings, then single-rank work; return how many sequences end too late, or -1 if a ring does not fit."""
+    """Place rings, then single-rank sequences; return the number of late ones, or -1 if a ring or slot does not fit."""
     n = _split(target, sequences, inputs, rings, single_order)
     if not place_rings(target, sequences, inputs, timeline, rings):
         return -1
@@ -70,21 +70,20 @@ def _attempt(
 
 @leaf
 def _slots(bins: int, sequences: Sequences, inputs: PlannerInputs) -> int:
-    """Return how many slots each bin gets: enough that `fill` never lacks one in every bin at once.
+    """Return the number of slots per bin, such that `fill` never lacks one in all bins at once.
 
-    A slot is opened only if no open slot of its bin has the tokens, so any two slots of a bin hold more than one
-    budget, that of sequences which share one, and all bins together open fewer than 2 x tokens / budget + bins slots.
-    Four times the mean of the ranks, and 8, are more than that. No bin can use more slots than there are single-rank
-    sequences. If rings hold so many tokens that bins x slots would fill the memory, only the tokens of those count: it
-    stays linear in sequences and ranks.
+    A slot is opened only if no open slot of its bin has room, so any two slots of a bin together hold more than the
+    shared budget, and all bins together open fewer than 2 x tokens / budget + bins slots. Four times the mean per rank,
+    plus 8, exceeds that. No bin needs more slots than there are single-rank sequences. If bins x slots would take too
+    much memory, only the tokens of single-rank sequences count, which keeps it linear in sequences and ranks.
     """
-    # Only sequences that may run on a single rank can have a slot.
+    # Only sequences that fit into a single rank can have a slot.
     singles, single_tokens = 0, 0
     for i in range(len(sequences.tokens)):
         if sequences.tokens[i] <= inputs.tokens_per_rank:
             singles += 1
             single_tokens += sequences.tokens[i]
-    # By the tokens that may share a slot, which are the fewer.
+    # With the smaller of the budgets, that of sequences which share a slot.
     step_tokens = inputs.num_ranks * min(inputs.shared_tokens, inputs.tokens_per_rank)
     slots = int(4 * (total_of(sequences.tokens) / step_tokens)) + 8
     return int(min(slots, singles + 1, max(_MOST_SLOTS // bins, int(4 * (single_tokens / step_tokens)) + 8)))
@@ -97,14 +96,14 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
     The target is 0 if rings and packs do not fit by the limit.
 
     Args:
-        lower: seconds that no schedule can beat.
-        limit: seconds of a step that is known, or infinite; only a quicker one is of interest.
-        work_limit: comparisons of each balancing.
+        lower: seconds from which targets are searched, such as a lower bound.
+        limit: makespan to beat, or infinite.
+        work_limit: number of comparisons per balancing.
         sequences: the sequences by falling work.
         inputs: the ranks and their prices.
     """
     n = len(sequences.work)
-    # Waits beyond the space for them are lost to planning, so that memory stays linear in ranks.
+    # Limits the number of gaps, so that memory is linear in ranks; further gaps stay unused.
     bins = inputs.num_ranks + min(4 * inputs.num_ranks, n)
     timeline = make_timeline(inputs.num_ranks, bins - inputs.num_ranks)
     rings = make_rings(n)
@@ -112,11 +111,11 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
     single_order = np.zeros(n, dtype=np.int64)
     if limit < np.inf:
         late = _attempt(limit, sequences, inputs, timeline, rings, singles, single_order)
-        # What does not fit by the limit hardly fits sooner.
+        # If it does not fit by the limit, it hardly fits sooner.
         if late != 0:
             return rings, singles, timeline, 0.0, 0.0
-    # The gap to the lower bound that fits, and the largest known not to. All ends late enough fit, so this ends.
-    # It begins small and doubles: an attempt far above the first fit would build a poor step.
+    # A gap to `lower` that fits, and the largest known not to. This terminates, since large gaps always fit. It starts
+    # small, since an attempt far above the first fit builds a poor step.
     gap, infeasible = 0.002, 0.0
     while True:
         late = _attempt(lower * (1.0 + gap), sequences, inputs, timeline, rings, singles, single_order)
@@ -124,7 +123,7 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
             break
         infeasible = gap
         gap *= 2.0
-    # A twentieth of a percent: what a finer target could gain is left to the lower targets below, and to balancing.
+    # To 0.05 %: finer gains come from the lower targets below, and from balancing.
     while gap - infeasible > 0.0005:
         middle = 0.5 * (gap + infeasible)
         late = _attempt(lower * (1.0 + middle), sequences, inputs, timeline, rings, singles, single_order)
@@ -132,17 +131,17 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
             gap = middle
         else:
             infeasible = middle
-    # Under a lower target some sequences end late at first; balancing may yet let their ranks end in time.
+    # Under lower targets some sequences end late at first, but balancing may still let their ranks end in time.
     best, best_target = np.inf, 0.0
     for k in range(4):
         target = lower * (1.0 + gap * (1.0 - k / 4.0))
         late = _attempt(target, sequences, inputs, timeline, rings, singles, single_order)
         if late < 0:
-            break  # lower targets make rings wider still
+            break  # lower targets need even wider rings
         end = balance(target, timeline.gaps[0], work_limit, sequences, inputs, singles)
         if end < best:
             best, best_target = end, target
-    # The arrays hold the last attempt: to run the best one again is cheaper than a copy of each quicker one.
+    # The arrays hold the last attempt; repeating the best one is cheaper than copying every improvement.
     late = _attempt(best_target, sequences, inputs, timeline, rings, singles, single_order)
     balance(best_target, timeline.gaps[0], work_limit, sequences, inputs, singles)
     return rings, singles, timeline, best_target, best
@@ -150,13 +149,13 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
 
 @kernel
 def follow(target: float, end: float, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the schedule of a part whose search is skipped: it takes the target that `schedule` found for a like part.
+    """Return a schedule of a part by the target of an equivalent part, without a search: rings, packs and timelines.
 
-    If this part ends later than that one with this target, later targets are tried, until all its sequences end by
-    their target. The best schedule is returned, as its rings, single-rank packs and timelines.
+    If this part then ends later than the other one, later targets are tried, until all sequences end by the target. The
+    best schedule is returned.
 
     Args:
-        target, end: the target and the end that `schedule` returned for the other part, in seconds.
+        target, end: target and end that `schedule` returned for the other part.
         work_limit, sequences, inputs: as in `schedule`.
     """
     n = len(sequences.work)

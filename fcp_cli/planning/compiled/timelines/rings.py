@@ -1,8 +1,9 @@
-"""Rings on rank timelines: which ranks run each long sequence, and from when, so that all end by a target.
+"""Rings on rank timelines: the ranks and the start of each long sequence, such that all end by a target.
 
-A ring takes neighbouring ranks of one node, or whole neighbouring nodes and the first ranks of the next one. Among all
-degrees and places that end in time it takes the one that wastes least: seconds its ranks wait for each other, exposed
-communication, one micro-batch's fixed cost per rank, and an end so close to the target that nothing can follow.
+A ring takes neighbouring ranks of one node, or whole neighbouring nodes and the first ranks of the next. Among all
+degrees and placements that end in time, the one with the least waste is chosen. Waste is rank-seconds beyond the
+sequence's work: waits of the ranks for each other, exposed communication, the fixed cost of a micro-batch per rank,
+and time before the target that is too short for another micro-batch.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from fcp_cli.planning.compiled.core import (
 
 
 class Rings(NamedTuple):
-    """Groups of degree > 1, in the order in which they were placed.
+    """Groups of degree > 1, in the order of their placement.
 
     Attributes:
-        sequence, degree, first, across, start, end: [sequences] per ring, of which `first` is the first rank; see
-            `pack_seconds`. Each sequence runs in one ring at most.
-        placed: [1] number of rings.
+        sequence, degree, first, start, end: [sequences] sequence, degree, first rank, start and end of each ring.
+        across: [sequences] see `pack_seconds`.
+        placed: [1] number of rings; entries beyond are unused.
     """
 
     sequence: IntArray
@@ -41,13 +42,13 @@ class Rings(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The time of the ranks that rings leave.
+    """The time that rings leave on each rank.
 
     Attributes:
-        free: [num_ranks] second from which each rank is free.
-        gap_rank, gap_start, gap_end: waits of ranks before a ring that something could fill, as many as there is
-            space for: those beyond are lost to planning, but never written.
-        gaps: [1] number of these waits.
+        free: [num_ranks] seconds from which each rank is free.
+        gap_rank, gap_start, gap_end: waits of ranks before a ring that are long enough to fill. If the arrays are full,
+            further gaps stay unused.
+        gaps: [1] number of gaps.
     """
 
     free: FloatArray
@@ -73,7 +74,7 @@ def make_rings(count: int) -> Any:
 
 @kernel
 def make_timeline(num_ranks: int, gaps: int) -> Any:
-    """Make timelines with space for `gaps` waits."""
+    """Make empty timelines with space for `gaps` gaps."""
     return Timeline(
         np.zeros(num_ranks),
         np.zeros(gaps, dtype=np.int64),
@@ -87,25 +88,25 @@ def make_timeline(num_ranks: int, gaps: int) -> Any:
 def _inside_a_node(
     i: int, target: float, bound: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline
 ) -> Any:
-    """Find the least waste of sequence i on neighbours inside one node: waste, degree, first rank."""
+    """Return least waste, degree (0 if none wastes less than `bound`) and first rank for sequence i inside a node."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     best, best_degree, best_first = bound, 0, -1
     for degree in range(lowest, min(inputs.ranks_per_node, inputs.num_ranks) + 1):
         seconds = alone_seconds(i, degree, 0, sequences, inputs)
-        # Such a ring ends too late even on ranks that are free from the start.
+        # Too late even on ranks that are free from the start.
         if seconds > target:
             continue
-        # Beyond the work itself: messages, and a micro-batch's fixed seconds on each rank.
+        # Messages, and the fixed seconds of a micro-batch on each rank.
         extra = degree * seconds - attention - linear
-        # Among rings, a wider one wastes more, so the first that cannot win ends the search.
+        # A wider ring wastes more, so the first that cannot win ends the search.
         if extra >= best:
             if len(inputs.splits.heads):
-                continue  # a wider group may split more heads
+                continue  # a wider group may use a larger Ulysses degree
             break
         for base in range(0, inputs.num_ranks, inputs.ranks_per_node):
             for first in range(base, min(base + inputs.ranks_per_node, inputs.num_ranks) - degree + 1):
-                # The two ends first: all ranks are read only for places that these allow.
+                # A quick test of both ends before reading all ranks.
                 if max(timeline.free[first], timeline.free[first + degree - 1]) + seconds > target:
                     continue
                 start, total = 0.0, 0.0
@@ -115,18 +116,18 @@ def _inside_a_node(
                 left = target - start - seconds
                 if left < 0.0:
                     continue
-                # Behind an end so close to the target no further micro-batch fits: the ranks lose that time, too.
+                # If too little time is left for another micro-batch, it is wasted, too.
                 waste = extra + degree * start - total + (degree * left if left < 1.5 * inputs.prices.beta else 0.0)
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
-            if best <= extra:  # no rank waits: no other node can waste less at this degree
+            if best <= extra:  # nothing is wasted beyond `extra`: no other node can be better at this degree
                 break
     return best, best_degree, best_first
 
 
 @kernel
 def _taken_seconds(inputs: PlannerInputs, timeline: Timeline) -> Any:
-    """Return [whole nodes] from when all ranks of each are free, and [ranks + 1] sums of seconds before each rank."""
+    """Return [whole nodes] when all ranks of each node are free, and [ranks + 1] prefix sums of `timeline.free`."""
     per_node = inputs.ranks_per_node
     free_from, before = np.zeros(inputs.num_ranks // per_node), np.zeros(inputs.num_ranks + 1)
     for rank in range(inputs.num_ranks):
@@ -143,14 +144,14 @@ def _across_nodes(
     """Find the least waste of sequence i on whole neighbouring nodes and the first ranks of the next one.
 
     Returns:
-        Waste, degree (0 if `bound` is less) and first rank.
+        Waste, degree (0 if none wastes less than `bound`) and first rank.
     """
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     per_node = inputs.ranks_per_node
     nodes = inputs.num_ranks // per_node
-    # Filled once a degree needs them: most rings are placed inside a node, where no wider one can waste less.
+    # Filled lazily: most rings are placed inside a node, and then no wider one can win.
     free_from, before = np.zeros(0), np.zeros(0)
-    # Narrower groups were tried inside a node.
+    # Narrower groups are tried inside a node.
     lowest = max(per_node + 1, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     best, best_degree, best_first = bound, 0, -1
     degree = lowest
@@ -164,7 +165,7 @@ def _across_nodes(
                 break
             if len(before) == 0:
                 free_from, before = _taken_seconds(inputs, timeline)
-            # The window's nodes that later ones do not outlast, by falling seconds: its maximum in constant time.
+            # A monotonic queue over a sliding window of nodes, whose head is the node that is free last.
             latest = np.zeros(nodes, dtype=np.int64)
             whole = degree // per_node
             head, tail = 0, 0
@@ -176,7 +177,7 @@ def _across_nodes(
                 if latest[head] <= node - whole:
                     head += 1
                 first = (node - whole + 1) * per_node
-                # The window is not full yet, or the ranks behind its nodes are too few.
+                # The window is not full yet, or too few ranks follow it.
                 if first < 0 or first + degree > inputs.num_ranks:
                     continue
                 start = free_from[latest[head]]
@@ -185,12 +186,12 @@ def _across_nodes(
                 left = target - start - seconds
                 if left < 0.0:
                     continue
-                # The waits of all ranks, as one difference of sums.
+                # The waits of all ranks, from prefix sums.
                 waste = extra + degree * start - (before[first + degree] - before[first])
                 waste += degree * left if left < 1.5 * inputs.prices.beta else 0.0
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
-        # One rank more matters for narrow rings; of wide ones only whole nodes are tried, which keeps the search short.
+        # A single rank matters for narrow rings; wide ones are only tried on whole nodes, to keep the search short.
         stepwise = degree < lowest + per_node and not inputs.whole_nodes
         degree = degree + 1 if stepwise else (degree // per_node + 1) * per_node
     return best, best_degree, best_first
@@ -198,13 +199,13 @@ def _across_nodes(
 
 @leaf
 def _from_catalogue(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline) -> int:
-    """Return the group of the catalogue that wastes least if it runs sequence i by target, or -1."""
+    """Return the catalogue's group with the least waste that can run sequence i by target, or -1."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     best, best_group = np.inf, -1
     for group in range(len(inputs.group_first)):
         first, degree = inputs.group_first[group], inputs.group_degree[group]
         if degree * inputs.tokens_per_rank < tokens:
-            break  # the widest come first
+            break  # widest first, so no later group is wide enough
         seconds = alone_seconds(i, degree, across_at_best(degree, inputs), sequences, inputs)
         start = 0.0
         for rank in range(first, first + degree):
@@ -222,12 +223,12 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, inputs: Planner
 
 @kernel
 def _least_waste(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline) -> Any:
-    """Return first rank and degree of the group that wastes least if it runs sequence i by target; degree 0: none."""
+    """Return first rank and degree of the least wasteful group that can run sequence i by target; degree 0: none."""
     if len(inputs.group_first):
         group = _from_catalogue(i, target, sequences, inputs, timeline)
         return (inputs.group_first[group], inputs.group_degree[group]) if group >= 0 else (0, 0)
     waste, degree, first = _inside_a_node(i, target, np.inf, sequences, inputs, timeline)
-    # Last: the waste inside a node is its bound, which often ends the search at the first degree.
+    # Second, since the waste inside a node bounds this search, and often ends it at the first degree.
     if inputs.num_ranks > inputs.ranks_per_node:
         _waste, wide_degree, wide_first = _across_nodes(i, target, waste, sequences, inputs, timeline)
         if wide_degree > 0:
@@ -237,11 +238,11 @@ def _least_waste(i: int, target: float, sequences: Sequences, inputs: PlannerInp
 
 @kernel
 def place_rings(target: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline, rings: Rings) -> bool:
-    """Place the sequences rings.sequence[:rings.placed[0]], in that order, to end by target; return whether all fit."""
+    """Place rings for `rings.sequence[:rings.placed[0]]`, in that order; return whether all can end by target."""
     timeline.free[:] = 0.0
     timeline.gaps[0] = 0
     for g in range(rings.placed[0]):
-        # Greedy in the order of falling work: placed rings stay, so that an attempt is linear in rings.
+        # Greedy by falling work: placed rings stay, so an attempt is linear in the number of rings.
         first, degree = _least_waste(rings.sequence[g], target, sequences, inputs, timeline)
         if degree == 0:
             return False
@@ -252,19 +253,19 @@ def place_rings(target: float, sequences: Sequences, inputs: PlannerInputs, time
 
 @leaf
 def _enter_ring(g: int, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline, rings: Rings) -> None:
-    """Enter ring g, whose ranks are chosen, into the timelines."""
+    """Add ring g, whose ranks are chosen, to the timelines, with its start, its end and the gaps before it."""
     first, degree = rings.first[g], rings.degree[g]
     start = 0.0
     for rank in range(first, first + degree):
         start = max(start, timeline.free[rank])
-    # Of the ranks that it got: a group of the catalogue need not lie at best.
+    # The real `across`: a group of the catalogue need not be at the best placement.
     across = across_of(first, degree, inputs)
     end = start + alone_seconds(rings.sequence[g], degree, across, sequences, inputs)
     rings.across[g], rings.start[g], rings.end[g] = across, start, end
     for rank in range(first, first + degree):
         gap = timeline.gaps[0]
-        # A shorter wait holds a micro-batch with half as much work as its fixed seconds at most. Longer ones are rare,
-        # in 13 of 89 random steps and 3 of 12 of the benchmark families; none of these was quicker for being filled.
+        # Shorter waits fit at most half as much work as the fixed seconds of a micro-batch. Longer ones are rare (13 of
+        # 89 random steps, 3 of 12 benchmark families), and filling them made none of these steps faster.
         if start - timeline.free[rank] > 1.5 * inputs.prices.beta and gap < len(timeline.gap_rank):
             timeline.gap_rank[gap] = rank
             timeline.gap_start[gap] = timeline.free[rank]

@@ -1,17 +1,17 @@
-"""Single-rank packs in the time that rings leave on ranks: first-fit decreasing; `balancing` follows.
+"""Single-rank packs in the time that rings leave: first-fit decreasing, before `balancing`.
 
-A bin is an interval of one rank's time: from its last ring to the target, or a wait before a ring. Its sequences lie in
-slots, one slot per micro-batch, each within the token budget; every open slot costs the bin a micro-batch's fixed
-seconds. Several sequences share a slot only up to `shared_tokens`; a single one may have up to the budget. Small
-sequences may also join a ring: if its ranks have free tokens, that costs no further micro-batch.
+A bin is an interval of a rank's time: from its last ring to the target, or a gap before a ring. Its sequences lie in
+slots, one per micro-batch, within the token budget. Every open slot costs the bin the fixed seconds of a micro-batch.
+Several sequences share a slot only up to `shared_tokens`; a single one may fill the budget. A small sequence may also
+join the pack of a ring with free tokens (a rider), which saves a micro-batch.
 
     fill:     for each sequence, by falling work:
-                  lay it into the first open slot whose bin has the seconds and which has the tokens;
+                  put it into an open slot with enough tokens, in the first bin with enough seconds;
                   else let it ride in the first ring that can take it;                       _ride
-                  else open a slot in the bin with the most seconds left, ending late if need be
+                  else open a slot in the bin with the most free seconds, even if it then ends late
 
-No array overflows: there is a bin for every rank and for every gap that `rings.Timeline` has space for, a slot is only
-    written after it was found, and `iteration._slots` makes enough of them.
+No array overflows: every rank and every gap that `rings.Timeline` has space for has a bin, a slot is only written after
+it was found, and `iteration._slots` allocates enough of them.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from fcp_cli.planning.compiled.room_tree import (
 from fcp_cli.planning.compiled.timelines.rings import Rings, Timeline
 from fcp_cli.planning.compiled.ways import traffic_of
 
-CLOSED = -1  # tokens left in a slot that is not in use
-END = -1
+CLOSED = -1  # `slot_tokens` of an unused slot
+END = -1  # of a linked list
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
-# Without riders, drafts of 24 steps on 64 ranks under `iteration` take 0.1 % longer in the mean, 0.5 % at most.
-_RIDE = 1.02  # of its work, by which a sequence may lengthen the ring that it rides in, all ranks together
+# Without riders, drafts of 24 steps on 64 ranks under `iteration` take 0.1 % longer on average, at most 0.5 %.
+_RIDE = 1.02  # x its work: most rank-seconds that a rider may add to its ring
 
 
 class SingleRankPacks(NamedTuple):
-    """Bins (ranks first, then gaps), the slots in them, and the place of each sequence.
+    """Bins (ranks first, then gaps), their slots, and the place of each sequence.
 
     Attributes:
-        free: [bins] seconds left.
-        slot_tokens: [bins, slots] tokens left, or CLOSED.
-        head, after, before: the sequences of each bin as linked lists.
-        bin_of, slot_of: [sequences]; a sequence that rides in ring g has bin -2 - g.
-        rings: the load of each ring, riders included.
+        free: [bins] free seconds.
+        slot_tokens: [bins, slots] free tokens, or CLOSED.
+        head, after, before: sequences of each bin as doubly linked lists.
+        bin_of, slot_of: [sequences] bin and slot; a rider in ring g has bin -2 - g.
+        rings: load of each ring, including riders.
         most: see `room_tree.most_work`.
-        richest: [sequences] most that a sequence, or one of less work, may lengthen its ring's ranks by for each token.
-        soonest: [2 x a power of two] tree of the seconds that each rank has left, for the rank that ends last.
+        richest: [sequences + 1] most rank-seconds per token that this or any lighter sequence may add to its ring.
+        soonest: [2 x a power of two] tree of minima over the free seconds of ranks, to find the rank that ends last.
     """
 
     free: FloatArray
@@ -81,7 +81,7 @@ class SingleRankPacks(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Free seconds and tokens: of open slots in bins, of bins for new slots, and of rings."""
+    """Trees of free seconds and tokens: of bins with open slots, of bins for a new slot, and of rings for riders."""
 
     open: Tree
     closed: Tree
@@ -90,10 +90,10 @@ class Trees(NamedTuple):
 
 @kernel
 def make_single_rank_packs(bins: int, slots: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Make empty bins with `slots` slots each, and rings for all sequences."""
+    """Make empty bins with `slots` slots each, and space for as many rings as sequences."""
     n, leaves = len(sequences.work), 1
     richest = np.zeros(n + 1)
-    # From the lightest on: bins are filled by falling work, so entry i covers all that is still to come.
+    # A running maximum from the lightest on: bins are filled by falling work, so entry i covers all still to come.
     for i in range(n - 1, -1, -1):
         spared = _RIDE * sequences.work[i] - sequences.linear[i]
         richest[i] = max(richest[i + 1], spared / sequences.tokens[i])
@@ -116,7 +116,7 @@ def make_single_rank_packs(bins: int, slots: int, sequences: Sequences, inputs: 
 
 @leaf
 def put(i: int, b: int, slot: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
-    """Lay sequence i into a slot, opening it if need be."""
+    """Put sequence i into a slot; open the slot if it is closed."""
     if singles.slot_tokens[b, slot] == CLOSED:
         singles.slot_tokens[b, slot] = inputs.tokens_per_rank
         singles.free[b] -= inputs.prices.beta
@@ -133,11 +133,11 @@ def put(i: int, b: int, slot: int, sequences: Sequences, inputs: PlannerInputs, 
 
 @leaf
 def take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
-    """Take sequence i out of its slot, closing the slot if nothing is left in it."""
+    """Remove sequence i from its slot; close the slot if it is then empty."""
     b, slot = singles.bin_of[i], singles.slot_of[i]
     singles.slot_tokens[b, slot] += sequences.tokens[i]
     singles.free[b] += sequences.work[i]
-    # All tokens are back: it was alone.
+    # The whole budget is free again, so the slot is empty.
     if singles.slot_tokens[b, slot] == inputs.tokens_per_rank:
         singles.slot_tokens[b, slot] = CLOSED
         singles.free[b] += inputs.prices.beta
@@ -151,8 +151,8 @@ def take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRan
 
 @leaf
 def slot_with_room(b: int, tokens: int, inputs: PlannerInputs, singles: SingleRankPacks) -> int:
-    """Return the first open slot of a bin with so many tokens left to share, or NONE."""
-    # Slots count down from the whole budget, of which sequences that share one must leave this much.
+    """Return the first open slot of a bin that a sequence of `tokens` can share, or NONE."""
+    # Slots count down from the whole budget; sequences that share one must leave this much of it.
     held_back = max(0, inputs.tokens_per_rank - inputs.shared_tokens)
     for slot in range(singles.slot_tokens.shape[1]):
         if singles.slot_tokens[b, slot] >= tokens + held_back:
@@ -162,7 +162,7 @@ def slot_with_room(b: int, tokens: int, inputs: PlannerInputs, singles: SingleRa
 
 @leaf
 def closed_slot(b: int, singles: SingleRankPacks) -> int:
-    """Return the first slot of a bin that is not in use, or NONE."""
+    """Return the first closed slot of a bin, or NONE."""
     for slot in range(singles.slot_tokens.shape[1]):
         if singles.slot_tokens[b, slot] == CLOSED:
             return slot
@@ -178,13 +178,13 @@ def _reset(
     rings: Rings,
     singles: SingleRankPacks,
 ) -> None:
-    """Empty the bins, and give them and the rings the time that the timelines leave until `target`."""
+    """Empty the bins, set their free seconds from the timelines and `target`, and reset the loads of the rings."""
     singles.slot_tokens[:] = CLOSED
     singles.head[:] = END
     singles.bin_of[:] = NONE
     for rank in range(inputs.num_ranks):
         singles.free[rank] = target - timeline.free[rank]
-    # Gaps are bins behind those of the ranks: both are filled by one rule.
+    # Gaps are bins after those of the ranks.
     for gap in range(timeline.gaps[0]):
         singles.free[inputs.num_ranks + gap] = timeline.gap_end[gap] - timeline.gap_start[gap]
     for g in range(rings.placed[0]):
@@ -193,10 +193,10 @@ def _reset(
 
 @leaf
 def _ring_room(g: int, timeline: Timeline, rings: Rings, singles: SingleRankPacks) -> float:
-    """Return the seconds by which ring g may grow; 0 if something follows it on one of its ranks."""
+    """Return the seconds by which ring g may grow; 0 if another ring follows it on one of its ranks."""
     room = np.inf
     for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
-        # Packs after a ring would start later, and with them every rank of that ring.
+        # A later ring would start later, with all its ranks.
         if timeline.free[r] > rings.end[g]:
             return 0.0
         room = min(room, singles.free[r])
@@ -214,7 +214,7 @@ def _ride(
     singles: SingleRankPacks,
 ) -> int:
     """Let sequence i ride in the first ring that can take it; return the ring, or NONE."""
-    # Rank-seconds and tokens of all the ring's ranks together, over which a rider is spread.
+    # The tree holds rank-seconds and tokens of all ranks of a ring together, since a rider is sharded over them.
     g = first_with_room(tree, sequences.work[i], sequences.tokens[i], 0)
     while g != NONE:
         degree, across = rings.degree[g], rings.across[g]
@@ -223,7 +223,7 @@ def _ride(
         before = pack_seconds(held, degree, across, inputs)
         after = pack_seconds(more, degree, across, inputs)
         room = _ring_room(g, timeline, rings, singles)
-        # Riding saves a micro-batch's beta, but may lengthen the ring for all its ranks: by 2 % of the work at most.
+        # A rider saves beta but lengthens the ring for all its ranks: by its work plus 2 % at most.
         if after - before <= room and degree * (after - before) <= sequences.work[i] * _RIDE:
             enter_load(g, more, singles.rings)
             for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
@@ -233,8 +233,9 @@ def _ride(
                 tree, g, degree * (room - after + before), degree * inputs.tokens_per_rank - singles.rings.tokens[g]
             )
             return g
-        # Its ranks' bins were filled since its room was entered. Of the sequences to come, those with more tokens than
-        # the ring's attention still hides lengthen it too much: unseen, it would be tried for all of them.
+        # Update the ring's room: its ranks' bins have been filled since. Later sequences with more tokens than the
+        # ring's attention can still hide would lengthen it too much. Without this limit on tokens, the tree would offer
+        # the ring to all of them.
         tokens = degree * inputs.tokens_per_rank - held.tokens
         traffic, growth = traffic_of(held.tokens, degree, across, inputs)
         hidden = degree * (before * (1.0 + _MARGIN) - inputs.prices.beta - traffic) - held.linear
@@ -256,20 +257,20 @@ def fill(
     rings: Rings,
     singles: SingleRankPacks,
 ) -> int:
-    """Lay sequences into the bins, as the module says.
+    """Fill the bins; see the module.
 
     Args:
         target: seconds by which the ranks should end.
-        order: the sequences, by falling work.
-        sequences, inputs, timeline, rings, singles: the state of the step; rings are placed.
+        order: the single-rank sequences, by falling work.
+        sequences, inputs, timeline, rings, singles: state of the step, with placed rings.
 
     Returns:
-        How many sequences end too late, or -1 if a slot is lacking.
+        The number of sequences that end too late, or -1 if there are too few slots.
     """
     _reset(target, sequences, inputs, timeline, rings, singles)
     bins, count = inputs.num_ranks + timeline.gaps[0], rings.placed[0]
     tree, closed = make_tree(bins), make_tree(bins)
-    # A new slot costs a micro-batch's fixed seconds, which the tree takes off beforehand.
+    # Less the fixed seconds of the micro-batch that a new slot costs.
     for b in range(bins):
         set_room(closed, b, singles.free[b] - inputs.prices.beta, 0)
     rides = make_tree(count)
@@ -289,24 +290,24 @@ def _lay(
     rings: Rings,
     singles: SingleRankPacks,
 ) -> int:
-    """Lay sequences into bins that are empty; see `fill`."""
+    """Put sequences into empty bins; see `fill`."""
     tree, closed, rides = trees.open, trees.closed, trees.rides
     late = 0
     for i in order:
         work, tokens = sequences.work[i], sequences.tokens[i]
-        # Open slots first: they cost no beta. Then rings, which cost none either, then a new slot.
+        # Open slots, then rings, which cost no beta either, then a new slot.
         b = first_with_room(tree, work, tokens, 0)
         if b == NONE:
             g = _ride(i, rides, sequences, inputs, timeline, rings, singles)
             if g != NONE:
-                # The ring ends later now, so what follows it on its ranks has less time.
+                # The ring ends later now, so the bins after it have less time.
                 for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
                     _update_trees(r, tree, closed, inputs, singles)
                 continue
         if b == NONE:
-            # Also if late: balancing may still move it, while a lost sequence could not be planned.
+            # Even if late, since balancing may still move it.
             b = roomiest(closed)
-            # Node 1 is the root: the most seconds of any bin.
+            # Node 1 is the root, the maximum over all bins.
             late += closed.seconds[1] < work
         slot = slot_with_room(b, tokens, inputs, singles)
         if slot == NONE:
@@ -320,16 +321,16 @@ def _lay(
 
 @leaf
 def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
-    """Bring the trees of open and of closed slots up to date with bin b."""
+    """Update bin b in the trees of open and of closed slots."""
     most = 0
     can_open = False
     for slot in range(singles.slot_tokens.shape[1]):
         if singles.slot_tokens[b, slot] == CLOSED:
-            # While bins are filled slots open from the left and none closes: all behind a closed one are closed.
+            # During `fill` slots open from the left and none closes, so all after a closed one are closed.
             can_open = True
             break
         most = max(most, singles.slot_tokens[b, slot])
     shared = most - max(0, inputs.tokens_per_rank - inputs.shared_tokens)
     set_room(tree, b, usable_seconds(singles.free[b], shared, singles.most, inputs), shared)
-    # Finite: more than the leaves beyond the bins have, so that `roomiest` always answers a bin.
+    # -1e300 instead of -inf, the value of unused leaves, so that `roomiest` always returns a bin.
     set_room(closed, b, singles.free[b] - inputs.prices.beta if can_open else -1e300, 0)

@@ -1,1 +1,1 @@
-"""The search under `sync: microbatch`: waves, each filled by a target, and pairs of them planned again."""
+"""The search under `sync: microbatch`: waves filled up to a target each, and replanning of pairs of waves."""

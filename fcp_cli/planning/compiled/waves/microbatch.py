@@ -1,18 +1,18 @@
-"""`sync: microbatch`: successive waves, each by the target that leaves the least work for its time.
+"""`sync: microbatch`: one wave after the other, each with the target that leaves the best remainder for its time.
 
-`plan` is both parts in one: `search` decides the targets, and `replay` writes down the waves that follow from them:
+`plan` combines two parts: `search` decides the targets, and `replay` writes down the resulting waves. The search:
 
     while sequences wait, and the waves so far can still beat the best end known:
-        if all that waits may fit into one wave:                                 last_wave
-            find the smallest target by which it does; remember the best end
+        if all waiting sequences may fit into one wave:                          last_wave
+            find the smallest target for which they do; remember the best end
         list candidate targets: ends of the longest sequence, and a grid         candidates
         rate each: target + penalty + least seconds of its remainder             outlook, _least_for_rest
         fill waves by the best rated targets; keep the one with the least        _choose_wave
-            seconds + penalty + least seconds of its true remainder
+            seconds + penalty + least seconds of its actual remainder
         continue with the remainder of that wave
 
-No array overflows: every wave takes a sequence at least, so there are at most as many waves as sequences; and the
-groups of a wave share out its ranks, so there are at most as many as ranks (`wave.Wave`).
+No array overflows: every wave takes at least one sequence, so there are at most as many waves as sequences. The groups
+of a wave are disjoint, so there are at most as many as ranks (`wave.Wave`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from fcp_cli.planning.compiled.core import (
 from fcp_cli.planning.compiled.waves.pool import Pool, make_pool
 from fcp_cli.planning.compiled.waves.wave import Wave, fill_wave, make_wave, outlook, wave_seconds
 
-# Of the seconds that refused work would fill, as a penalty: the bound of the remainder, which shares all work evenly,
-# does not see that such work needs rings in a later wave.
-# Without it, on 2,048 ranks, one ring took them all while thirty more waited for ever later waves.
+# Penalty for refused work, as a share of its evenly shared seconds. The bound of the remainder assumes even sharing, so
+# it does not see that refused work needs rings in a later wave. Without the penalty, on 2,048 ranks, one ring took all
+# ranks while thirty more waited for ever later waves.
 _REFUSAL = 0.25
-# Ranks of the groups that the ranks form which rings leave free. Waves are rated with the first width, then refilled
-# with the others.
+# Degrees of the groups on ranks that rings leave free. Targets are tried with the first; the winner is refilled with
+# the others.
 _WIDTHS = 2, 1, 4, 8
 
 
@@ -47,10 +47,10 @@ class Targets(NamedTuple):
     """Candidate targets of one wave.
 
     Attributes:
-        seconds: [tries] by when the wave would end.
-        value: [tries] predicted seconds of this wave and of all that follow, with the penalty.
-        penalty: [tries] for work that a wave had ranks for, but not by the target.
-        worth: [tries] of which they are tried the largest first.
+        seconds: [tries] end of the wave.
+        value: [tries] predicted seconds of this wave and all later ones, plus the penalty.
+        penalty: [tries] seconds of the penalty for refused work; see `wave.place_rings`.
+        worth: [tries] sort key; targets are tried by falling worth.
     """
 
     seconds: FloatArray
@@ -60,7 +60,7 @@ class Targets(NamedTuple):
 
 
 class Waves(NamedTuple):
-    """A planned step: the groups of all waves that hold sequences, by their first rank, and each sequence's group."""
+    """A planned step: wave, degree and first rank of each non-empty group, and [sequences] the group of each."""
 
     wave: IntArray
     degree: IntArray
@@ -70,7 +70,7 @@ class Waves(NamedTuple):
 
 @inlined
 def _least_for(waves: float, work: float, tokens: int, inputs: PlannerInputs) -> float:
-    """Return the least seconds of so many waves or more, with recomputation of as few tokens a rank as pay for it."""
+    """Return the least seconds of at least so many waves, with the cheapest recomputation per token."""
     fixed = inputs.prices.beta * waves
     if inputs.prices.again[0, 0] > 0.0:
         held = min(inputs.shared_tokens, inputs.tokens_per_rank)
@@ -81,14 +81,14 @@ def _least_for(waves: float, work: float, tokens: int, inputs: PlannerInputs) ->
 
 @leaf
 def _bound(work: float, tokens: int, inputs: PlannerInputs) -> float:
-    """Return the least seconds for so much work and so many tokens: all ranks busy, waves as few as tokens allow."""
+    """Return the least seconds for the work and tokens: all ranks always busy, and the fewest waves for the tokens."""
     wave_tokens = inputs.num_ranks * inputs.tokens_per_rank
     return _least_for((tokens + wave_tokens - 1) // wave_tokens, work, tokens, inputs)
 
 
 @leaf
 def _totals(members: IntArray, count: int, pool: Pool, sequences: Sequences) -> Any:
-    """Return the least work and the tokens of the sequences members[:count]."""
+    """Return the total least rank-seconds and tokens of the sequences members[:count]."""
     work, tokens = 0.0, 0
     for k in range(count):
         work += pool.least[members[k]]
@@ -98,7 +98,7 @@ def _totals(members: IntArray, count: int, pool: Pool, sequences: Sequences) -> 
 
 @leaf
 def _alone(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the seconds of sequence i by itself on one of the allowed degrees, placed at best."""
+    """Return the seconds of sequence i alone at the best placement; infinite if the degree is not allowed."""
     if not inputs.allowed[degree]:
         return np.inf
     return alone_seconds(i, degree, across_at_best(degree, inputs), sequences, inputs)
@@ -109,7 +109,7 @@ def _shortest(i: int, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the seconds of a wave with only sequence i, on its best degree."""
     best = np.inf
     lowest = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
-    # All degrees: seconds jump at the degree at which groups cross nodes.
+    # Try all degrees: seconds jump where groups begin to cross nodes.
     for degree in range(lowest, inputs.num_ranks + 1):
         best = min(best, _alone(i, degree, sequences, inputs))
     return float(max(best, inputs.floor))
@@ -119,13 +119,13 @@ def _shortest(i: int, sequences: Sequences, inputs: PlannerInputs) -> float:
 def _least_for_rest(
     work: float, tokens: int, longest: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs
 ) -> float:
-    """Return the seconds expected for the rest after a wave; `longest` is its longest sequence, -1 if there is none."""
+    """Return the expected seconds of the rest after a wave; `longest` is its longest sequence, or -1 if it is empty."""
     if longest < 0:
         return 0.0
-    if pool.shortest[longest] == 0.0:  # asked for again by every target of every wave that leaves this sequence
+    if pool.shortest[longest] == 0.0:  # cached: needed for every target of every wave that leaves this sequence
         pool.shortest[longest] = _shortest(longest, sequences, inputs)
     least = _bound(work, tokens, inputs)
-    # Whole waves make every target equal until it spares one more; a mean fill prices each token that is left.
+    # Whole waves would rate targets equally unless they save a wave; an expected fill prices every remaining token.
     if inputs.fill > 0.0:
         waves = max(1.0, tokens / (inputs.fill * inputs.num_ranks * inputs.tokens_per_rank))
         least = _least_for(waves, work, tokens, inputs)
@@ -134,11 +134,11 @@ def _least_for_rest(
 
 @leaf
 def _densest(count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the seconds of a wave whose ranks are all full of the longest sequences, spread evenly."""
+    """Return the seconds of a wave filled with the heaviest sequences, shared evenly."""
     work, room = 0.0, inputs.num_ranks * inputs.tokens_per_rank
     for k in range(count):
         tokens = sequences.tokens[pool.waiting[k]]
-        # The last one in fractions: this is a bound, not a packing.
+        # The last one counts in part: this is a bound, not a packing.
         work += min(1.0, room / tokens) * sequences.work[pool.waiting[k]]
         room -= tokens
         if room <= 0:
@@ -148,30 +148,30 @@ def _densest(count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs
 
 @leaf
 def candidates(count: int, out: FloatArray, pool: Pool, sequences: Sequences, inputs: PlannerInputs) -> int:
-    """Write targets worth trying for the next wave to `out`, and return how many: all that there is space for.
+    """Fill `out` with targets to try for the next wave; return their number.
 
-    The first half at most are those at which the longest sequence just ends, on each degree that is a few percent
-    quicker than the one before; the rest is a grid from its shortest time up to that of the densest wave.
+    Up to half of them are the ends of the longest sequence on each degree that is a few percent faster than the one
+    before. The rest is a grid from its shortest time to beyond that of the densest wave.
     """
     longest = pool.waiting[0]
     work, _tokens = _totals(pool.waiting, count, pool, sequences)
     lowest = _shortest(longest, sequences, inputs)
     even = inputs.prices.beta + 1.02 * work / inputs.num_ranks
-    # Not beyond all that waits, shared evenly, nor far beyond ranks full of the longest; but the grid needs a range.
+    # Not beyond all waiting work shared evenly, nor far beyond the densest wave, but at least 1.3 x the lowest.
     highest = max(1.3 * lowest, min(even, 1.6 * _densest(count, pool, sequences, inputs)))
     n, previous = 0, np.inf
     first = (sequences.tokens[longest] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
     for degree in range(first, inputs.num_ranks + 1):
         seconds = max(_alone(longest, degree, sequences, inputs), inputs.floor)
-        # A degree that is hardly quicker than the one before would only fill the same wave again.
+        # A degree that is hardly faster would only give the same wave again.
         if seconds <= highest + 1e-12 and seconds < previous * 0.97 and n < len(out) // 2:
             out[n] = seconds
             n += 1
             previous = seconds
-    # Ends of the longest sequence are exact optima for it; the grid is for waves whose other sequences decide.
+    # The ends above are optimal if the longest sequence decides; the grid is for waves in which others do.
     steps = len(out) - n
     for k in range(steps):
-        # Denser towards the lowest (an even grid is as good); without powers, whose last bit differs between machines.
+        # Denser at the low end (an even grid is as good). No powers, whose last bit may differ between machines.
         x = (k + 0.5) / steps
         out[n] = lowest + (highest - lowest) * x * (0.6 + 0.4 * x)
         n += 1
@@ -189,13 +189,13 @@ def last_wave(
     inputs: PlannerInputs,
     wave: Wave,
 ) -> float:
-    """Return the smallest target found by which all that waits fits in one wave, or infinity if it exceeds `limit`."""
+    """Return the smallest target found for which all waiting sequences fit in one wave; infinite if above `limit`."""
     work, tokens = _totals(pool.waiting, count, pool, sequences)
-    # Exact bounds first: a target below one of them cannot fit, and each `fill_wave` costs a pass over all that waits.
+    # Start at a lower bound, since each `fill_wave` costs a pass over all waiting sequences.
     low = max(_bound(work, tokens, inputs), _shortest(pool.waiting[0], sequences, inputs))
-    # Not every batch within the budget of all ranks can be packed into it: give up well above the bound.
+    # Give up well above the bound: sequences may not pack into the token budget at any target.
     limit = min(limit, 4.0 * low)
-    # Doubling steps: the first fit is usually a fraction of a percent above the bound, seldom far away.
+    # Doubling steps: the first fit is usually a fraction of a percent above the bound, but may be far.
     high, step = low, 0.0025
     while fill_wave(high, width, count, pool, sequences, inputs, wave):
         low = high
@@ -214,7 +214,7 @@ def last_wave(
 
 @leaf
 def _rate(count: int, targets: Targets, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
-    """List the candidate targets of the next wave with their ratings; return how many there are."""
+    """Write the candidate targets of the next wave and their ratings to `targets`; return their number."""
     found = candidates(count, targets.seconds, pool, sequences, inputs)
     for c in range(found):
         work, tokens, refused, longest = outlook(targets.seconds[c], count, pool, sequences, inputs, wave)
@@ -228,9 +228,9 @@ def _rate(count: int, targets: Targets, pool: Pool, sequences: Sequences, inputs
 def _fill_and_rate(
     target: float, width: int, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> Any:
-    """Fill a wave; return its seconds, and the least seconds and number of the sequences that it leaves.
+    """Fill a wave; return its seconds, and the least seconds and the number of the sequences that it leaves.
 
-    A wave that takes nothing lasts forever.
+    The seconds of a wave that takes no sequence are infinite.
     """
     left = fill_wave(target, width, count, pool, sequences, inputs, wave)
     if left == count:
@@ -242,7 +242,7 @@ def _fill_and_rate(
 
 @leaf
 def _copy(values: IntArray, count: int, to: IntArray) -> None:
-    """Copy the first `count` values."""
+    """Copy the first `count` values to `to`."""
     for k in range(count):
         to[k] = values[k]
 
@@ -253,11 +253,11 @@ def _choose_wave(
 ) -> Any:
     """Choose the next wave among the `fills` best rated targets, and keep its remainder in `pool.kept`.
 
-    Waves are filled with free ranks in pairs, at last with the winner's target and groups of the other widths. If
-    no target took anything that is the first one, by which the longest sequence ends.
+    Each target is filled with the first width of `_WIDTHS` for groups of free ranks. Then the best target is refilled
+    with the other widths.
 
     Returns:
-        The target, the width of its groups, and how many sequences are left, or -1 if nothing fits.
+        The target, the width, and the number of sequences left, or -1 if no wave takes any.
     """
     found = _rate(count, targets, pool, sequences, inputs, wave)
     for c in range(found):
@@ -268,7 +268,7 @@ def _choose_wave(
     for x in range(tried + len(_WIDTHS) - 1):
         rated = x < tried
         c, width = by_value[x] if rated else chosen, _WIDTHS[0 if rated else x - tried + 1]
-        # Rated as if small sequences were a fluid, which real ones seldom beat.
+        # Skip: the rating treats small sequences as a fluid, which real ones seldom beat.
         if rated and targets.value[c] >= least:
             continue
         seconds, rest, left = _fill_and_rate(targets.seconds[c], width, count, pool, sequences, inputs, wave)
@@ -281,18 +281,18 @@ def _choose_wave(
 
 @kernel
 def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Search greedily over waves, as the module says.
+    """Search greedily over waves; see the module.
 
     Args:
-        limit: seconds of a step that is known; only a quicker one is of interest.
-        tries: candidate targets rated for each wave.
-        fills: packs of which so many are filled.
+        limit: makespan to beat.
+        tries: candidate targets rated per wave.
+        fills: best rated targets that are filled per wave.
         sequences: the sequences by falling work.
         inputs: the ranks and their prices.
 
     Returns:
-        Seconds of the step, and of each wave the target and the width of its groups of free ranks; no waves if none of
-        these steps is quicker than the limit.
+        Seconds of the step; target of each wave; width of each wave's groups of free ranks. No waves if no step beats
+        the limit.
     """
     n = len(sequences.work)
     wave, pool, count = make_wave(n, inputs), make_pool(sequences, inputs), n
@@ -304,21 +304,21 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
     best, best_wave, best_target, best_width = limit, -1, 0.0, 1
     for w in range(n):
         work, tokens = _totals(pool.waiting, count, pool, sequences)
-        # No end from here on can win any more.
+        # No continuation can win.
         if done + _bound(work, tokens, inputs) >= best:
             break
         if tokens <= inputs.num_ranks * inputs.tokens_per_rank:
-            # Wide groups hold longer sequences, single ranks waste less: neither always wins.
+            # Wide groups hold longer sequences, single ranks waste less: neither is always better.
             for width in _WIDTHS:
                 last = last_wave(width, best - done, tolerance, count, pool, sequences, inputs, wave)
                 if done + last < best:
                     best, best_wave, best_target, best_width = done + last, w, last, width
         target, width, left = _choose_wave(fills, count, options, pool, sequences, inputs, wave)
-        # No target took anything: keep the best step so far.
+        # No target takes a sequence: keep the best step so far.
         if left < 0:
             break
         targets[w], widths[w] = target, width
-        # By the target: the wave's packs may end sooner, never later.
+        # Count the target: packs may end sooner, never later.
         done += target
         count = left
         _copy(pool.kept, count, pool.waiting)
@@ -327,18 +327,18 @@ def search(limit: float, tries: int, fills: int, sequences: Sequences, inputs: P
                 best, best_wave, best_target, best_width = done, w, target, width
             break
     if best_wave >= 0:
-        # The best step may have ended at an earlier wave than the search did: later ones are dropped.
+        # The best step may have ended before the last wave searched; drop later ones.
         targets[best_wave], widths[best_wave] = best_target, best_width
     return best, targets[: best_wave + 1], widths[: best_wave + 1]
 
 
 @kernel
 def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Search, and write down the waves that were found: all, or all but the last if more sequences follow.
+    """Search and write down the waves: all if `is_last`, else all but the last, whose sequences the next part replans.
 
     Returns:
-        The targets, none if no step is quicker than the limit; the width of each wave's groups of free ranks; and
-        the waves as `replay` returns them.
+        The targets, none if no step beats the limit; the width of each wave's groups of free ranks; and the waves as
+        returned by `replay`.
     """
     _seconds, targets, widths = search(limit, tries, fills, sequences, inputs)
     kept = len(targets) if is_last else max(0, len(targets) - 1)
@@ -347,7 +347,7 @@ def plan(limit: float, tries: int, fills: int, is_last: bool, sequences: Sequenc
 
 @kernel
 def follow(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the waves by the targets of a like step, the last by a later one if need be, as `replay` does."""
+    """Return the waves by the targets of an equivalent part, with a later last one if needed; see `replay`."""
     n = len(sequences.work)
     wave, pool, count = make_wave(n, inputs), make_pool(sequences, inputs), n
     own_targets, used = targets.copy(), len(targets)
@@ -357,36 +357,36 @@ def follow(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: 
         if count == 0:
             used = w + 1
             break
-    # All parts run the same waves: only the last may outlast the target that the first part found.
+    # All parts share their waves, so only the last may have a later target.
     last, step = len(targets) - 1, 2.5e-4
     while count and fill_wave(own_targets[last], widths[last], count, pool, sequences, inputs, wave):
         own_targets[last] *= 1.0 + step
         step *= 2.0
         if step > 0.1:
-            break  # not alike: some will be left over
+            break  # not equivalent: some sequences will be left over
     return replay(own_targets[:used], widths[:used], sequences, inputs)
 
 
 @kernel
 def replay(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Fill the waves once more and write down the sequences of each group.
+    """Fill the waves again and write down the groups and their sequences.
 
     Returns:
-        The waves, the number of groups, and how many sequences are left over.
+        The waves, the number of groups, and the number of sequences left over.
     """
     n = len(sequences.work)
     wave, pool, count = make_wave(n, inputs), make_pool(sequences, inputs), n
     # Every group holds a sequence, so there are at most as many groups.
     wave_of, degree_of = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
     first_of, group_of = np.zeros(n, dtype=np.int64), np.full(n, -1)
-    number_of = np.zeros(inputs.num_ranks, dtype=np.int64)  # among all groups, of each group of the wave
+    number_of = np.zeros(inputs.num_ranks, dtype=np.int64)  # of the wave's groups among all groups
     groups = 0
     for w in range(len(targets)):
-        # `fill_wave` writes the groups of what it takes, and nothing else.
+        # `fill_wave` only writes the groups of the sequences that it takes.
         wave.group_of[:] = -1
         left = fill_wave(targets[w], widths[w], count, pool, sequences, inputs, wave)
         for g in range(wave.groups[0]):
-            # A group that nothing came to is idle, and gets no row of the plan.
+            # Drop idle groups.
             if wave.loads.tokens[g] == 0:
                 continue
             wave_of[groups], degree_of[groups], first_of[groups] = w, wave.degree[g], wave.first[g]

@@ -1,4 +1,4 @@
-"""The sequences of a step that no wave has taken yet."""
+"""The pool of sequences of a step that no wave has taken yet."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fcp_cli.planning.compiled.room_tree import most_work
 
 
 class Pool(NamedTuple):
-    """The sequences that a wave may take, those that it leaves, and notes on them. All are [sequences].
+    """Sequences that a wave may take or has left, and precomputed values; arrays are [sequences] if not stated.
 
     Attributes:
-        waiting: the first `count` are still to be planned, by falling work.
-        left_over: those that the wave filled last leaves; long ones, then others, each by falling work.
-        small: those that a single rank could run; scratch of a wave.
-        kept: sequences that the best wave so far leaves.
-        shortest: seconds of each sequence by itself on its best degree; 0 until computed.
-        least: rank-seconds of each sequence in the narrowest ring that holds it, `work_in_rings`.
+        waiting: the first `count` entries are still to be planned, by falling work.
+        left_over: sequences left by the wave filled last: long ones, then others, each by falling work.
+        small: sequences that need no ring; scratch space of a wave.
+        kept: sequences left by the best wave so far.
+        shortest: seconds of each sequence alone on its best degree; 0 until computed.
+        least: rank-seconds of each sequence in the narrowest ring that holds it; see `work_in_rings`.
         most: [tokens] see `room_tree.most_work`.
-        thin: [1] least linear work of a token of any sequence.
-        density: greatest work of a token of each sequence and those of less work.
+        thin: [1] least linear seconds per token of any sequence.
+        density: largest work per token of this or any lighter sequence.
     """
 
     waiting: IntArray
@@ -44,7 +44,7 @@ def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Make a pool in which all sequences wait."""
     n, thin = len(sequences.work), np.full(1, np.inf)
     density = np.zeros(n)
-    # From the lightest on, so that entry i covers all sequences of less work.
+    # A running maximum from the lightest on.
     for i in range(n - 1, -1, -1):
         thin[0] = min(thin[0], sequences.linear[i] / sequences.tokens[i])
         density[i] = max(sequences.work[i] / sequences.tokens[i], density[i + 1] if i + 1 < n else 0.0)

@@ -1,12 +1,12 @@
-"""`sync: microbatch`: two waves of a planned step at a time, planned again as a step of their own.
+"""`sync: microbatch`: replanning of a step's waves, two at a time.
 
-    order waves by waste: their seconds beyond their work shared evenly
+    order waves by waste: their seconds beyond their evenly shared work
     for pairs of waves, neighbours in that order first:
-        search for at most two waves of their sequences that take less            microbatch.search
-        replace the two by the answer, and order the waves again
+        search at most two waves for their sequences that take less               microbatch.search
+        if found, replace the pair and order the waves again
 
-A pair of w waves takes some 4 / w^2 of the time of a search of the whole step: all pairs take as long as two. The
-search ends after some dozens of pairs in a row that nothing beats.
+Replanning one pair of w waves takes about 4 / w^2 of the time of searching the whole step, so all pairs together take
+as long as two searches. It ends after some dozens of consecutive pairs without a gain.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from fcp_cli.planning.compiled.core import (
 )
 from fcp_cli.planning.compiled.waves.microbatch import replay, search
 
-_MARGIN = 1e-9  # relative; seconds that differ by less are equal but for rounding
+_MARGIN = 1e-9  # relative; seconds that differ by less are equal up to rounding
 
 
 class Places(NamedTuple):
-    """Groups of neighbouring ranks that run the sequences of a step.
+    """The wave and the group of neighbouring ranks of each sequence of a step.
 
     Attributes:
-        wave, degree, first: [sequences] wave of each sequence, degree and first rank of its group.
+        wave, degree, first: [sequences] wave of each sequence; degree and first rank of its group.
         head: [waves] first sequence of each wave, -1 if it has none.
-        after: [sequences] next sequence of the same wave, by position; -1 after the last.
+        after: [sequences] next sequence of the same wave, by rising position; -1 after the last.
     """
 
     wave: IntArray
@@ -53,14 +53,14 @@ class Places(NamedTuple):
 
 @leaf
 def _enter(i: int, wave: int, places: Places) -> None:
-    """Enter a sequence into a wave whose other sequences all stand behind it."""
+    """Insert a sequence at the head of a wave; all its other sequences must have higher positions."""
     places.wave[i], places.after[i], places.head[wave] = wave, places.head[wave], i
 
 
 @kernel
 def _seconds_of(wave: int, places: Places, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the seconds of a wave, and those beyond its work shared evenly; none of a wave without sequences."""
-    # By first rank, which no two groups of a wave share.
+    """Return the seconds of a wave, and its waste: the seconds beyond its evenly shared work; 0 for an empty wave."""
+    # Indexed by first rank, which identifies a group of a wave.
     loads, degrees = make_loads(inputs.num_ranks), np.zeros(inputs.num_ranks, dtype=np.int64)
     work, seconds, i = 0.0, inputs.floor, places.head[wave]
     if i < 0:
@@ -83,7 +83,7 @@ def _seconds_of(wave: int, places: Places, sequences: Sequences, inputs: Planner
 def _members_of(one: int, other: int, places: Places) -> IntArray:
     """Return the positions of the sequences of two waves, ascending."""
     found, count = np.zeros(len(places.after), dtype=np.int64), 0
-    # Both lists ascend: merged, they are by falling work, as the search expects its sequences.
+    # Merge two ascending lists; positions are by falling work, the order that the search expects.
     i, j = places.head[one], places.head[other]
     while i >= 0 or j >= 0:
         if j < 0 or 0 <= i < j:
@@ -105,18 +105,18 @@ def _replan(
     sequences: Sequences,
     inputs: PlannerInputs,
 ) -> bool:
-    """Plan the sequences of two waves again; return whether they take less than the limit now."""
+    """Replan the sequences of two waves, in place; return False if no plan takes less than the limit."""
     members = _members_of(one, other, places)
     own = Sequences(
         sequences.attention[members], sequences.linear[members], sequences.work[members], sequences.tokens[members]
     )
     _seconds, targets, widths = search(limit, tries, fills, own, inputs)
-    # Only two waves have a place in the step.
+    # More than two waves cannot replace a pair.
     if not 0 < len(targets) <= 2:
         return False
     written, _groups, _left = replay(targets, widths, own, inputs)
     places.head[one] = places.head[other] = -1
-    # Backwards, so that the lists of both waves ascend.
+    # Backwards, since `_enter` inserts at the head.
     for k in range(len(members) - 1, -1, -1):
         i, group = members[k], written.group_of[k]
         _enter(i, other if written.wave[group] else one, places)
@@ -128,16 +128,16 @@ def _replan(
 def regroup(
     patience: int, tries: int, fills: int, places: Places, sequences: Sequences, inputs: PlannerInputs
 ) -> float:
-    """Plan pairs of waves again, in place; a wave may be left without sequences.
+    """Replan pairs of waves, in place; a wave may end up empty.
 
     Args:
-        patience: pairs in a row that may stay as they are before the search ends.
+        patience: consecutive pairs without a gain after which the search ends.
         tries, fills: see `microbatch.search`.
-        places: what runs where; `head` and `after` need not be set.
+        places: the step; `head` and `after` need not be set.
         sequences, inputs: the sequences by falling work, and the ranks.
 
     Returns:
-        The seconds by which the step ends sooner.
+        The seconds gained.
     """
     waves = len(places.head)
     places.head[:] = -1
@@ -156,7 +156,7 @@ def regroup(
         one, other = order[at], order[at + distance]
         at, kept = at + 1, kept + 1
         limit = (seconds[one] + seconds[other]) * (1.0 - _MARGIN)
-        # Emptied by an earlier pair: the other one would be planned by itself.
+        # Skip a wave that an earlier pair emptied: the other one would be replanned alone.
         if min(seconds[one], seconds[other]) == 0.0:
             continue
         if _replan(one, other, limit, tries, fills, places, sequences, inputs):

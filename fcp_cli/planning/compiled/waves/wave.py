@@ -1,7 +1,7 @@
-"""One wave under `sync: microbatch`: as much work as fits into all ranks, once, by a target.
+"""A wave under `sync: microbatch`: one micro-batch on each group, with as much work as fits by a target.
 
-Long sequences first, each on the smallest degree that ends by the target, inside a node where one has room; remaining
-ranks become groups of one rank (or two); then everything else by first-fit decreasing, into the rings too where they
+Long sequences come first, each on the smallest degree that ends by the target, inside a node if one has room. The
+remaining ranks form groups of a given width. All other sequences are packed first-fit decreasing, also into rings that
 have tokens and seconds to spare.
 """
 
@@ -50,14 +50,14 @@ _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 
 
 class Wave(NamedTuple):
-    """The groups of a wave, their ranks and their packs.
+    """The groups of a wave, with their ranks and packs.
 
-    No array overflows: every group has at least one rank to itself, so there are at most `num_ranks` groups.
+    No array overflows: groups are disjoint, so there are at most `num_ranks` of them.
 
     Attributes:
-        degree, first: [num_ranks] how many ranks each group has, and the first of them.
-        across, loads: [num_ranks] of each group, see `pack_seconds`.
-        group_of: [sequences] the group of each sequence that the wave took.
+        degree, first: [num_ranks] degree and first rank of each group.
+        across, loads: [num_ranks] of each group; see `pack_seconds`.
+        group_of: [sequences] group of each sequence that the wave takes.
         groups: [1] number of groups.
         ranks: the ranks without a group.
     """
@@ -73,7 +73,7 @@ class Wave(NamedTuple):
 
 @kernel
 def make_wave(sequences: int, inputs: PlannerInputs) -> Any:
-    """Make the arrays of a wave; `place_rings` empties them."""
+    """Allocate the arrays of a wave; `place_rings` resets them."""
     num_ranks = inputs.num_ranks
     return Wave(
         np.zeros(num_ranks, dtype=np.int64),
@@ -88,7 +88,7 @@ def make_wave(sequences: int, inputs: PlannerInputs) -> Any:
 
 @leaf
 def _open_group(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> int:
-    """Make a group of the ranks from `first` on."""
+    """Add an empty group on `degree` ranks from `first` on; return its number."""
     g = wave.groups[0]
     wave.first[g], wave.degree[g], wave.across[g] = first, degree, across_of(first, degree, inputs)
     enter_empty(g, wave.loads)
@@ -98,35 +98,35 @@ def _open_group(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> i
 
 @leaf
 def _add(i: int, g: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> None:
-    """Let group g run sequence i, too."""
+    """Add sequence i to the pack of group g."""
     enter_load(g, together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs)), wave.loads)
     wave.group_of[i] = g
 
 
 @leaf
 def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
-    """Put a long sequence on the smallest degree that ends by target; return it, or 0 if no rank is left for it."""
+    """Place a long sequence on the smallest degree that ends by target; return the degree, or 0 if none fits."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
-    # Fewer ranks could not do the work in time; the small term keeps rounding from asking for one rank more.
+    # Fewer ranks cannot do the work in time; 1e-9 keeps rounding from adding a rank.
     lowest = max(lowest, int(np.ceil((attention + linear) / (target - inputs.prices.beta) - 1e-9)))
-    # Degrees far above the work's share only pay if the ring is exposed: only tried for the wave's first ring.
+    # Degrees far above the least only pay if the ring is exposed; they are only tried for the wave's first ring.
     highest = left if wave.groups[0] == 0 else min(left, 12 * lowest + 8)
     for degree in range(lowest, highest + 1):
         inside = best_fit(degree, inputs, wave.ranks)
-        # At least 1: it lies across nodes, even if it is narrower than one.
+        # At least 1: no node has room, so even a narrow group crosses nodes.
         at_best = 0 if inside else max(across_at_best(degree, inputs), 1)
-        # Price before place: a price is a few sums, a place needs a search.
+        # Price first, since placement needs a search.
         if alone_seconds(i, degree, at_best, sequences, inputs) > target + SLACK:
             continue
         first = first_inside(degree, inside, wave.ranks) if inside else first_across(degree, inputs, wave.ranks)
         if first == NONE:
-            # Wider groups find no place either.
+            # Wider groups do not fit either.
             if degree >= wave.ranks.too_wide[0]:
                 return 0
             continue
         across = across_of(first, degree, inputs)
-        # Only groups that split heads cost more in a worse place than the best.
+        # With Ulysses sets, the actual placement may cost more than the best.
         if across != at_best and alone_seconds(i, degree, across, sequences, inputs) > target + SLACK:
             continue
         take(first, degree, inputs, wave.ranks)
@@ -137,11 +137,11 @@ def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: 
 
 @leaf
 def _place_in_catalogue(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
-    """Put a long sequence on the narrowest free group of the catalogue that ends by target; return its degree, or 0."""
+    """Place a long sequence on the narrowest free catalogue group that ends by target; return its degree, or 0."""
     first, degree = first_in_catalogue(i, target, sequences, inputs, wave.ranks)
     if first != NONE:
         _add(i, _open_in_catalogue(first, degree, inputs, wave), sequences, inputs, wave)
-        # Prefix sums: whether a group is free is then one difference, not a walk over its ranks.
+        # Prefix sums, so that testing whether a group is free takes constant time.
         for rank in range(first, inputs.num_ranks):
             wave.ranks.used_before[rank + 1] = wave.ranks.used_before[rank] + wave.ranks.used[rank]
     return int(degree)
@@ -149,7 +149,7 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, inputs: Pla
 
 @leaf
 def _open_in_catalogue(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> int:
-    """Make a group of the catalogue."""
+    """Add a group of the catalogue; return its number."""
     for rank in range(first, first + degree):
         wave.ranks.used[rank] = 1
     return int(_open_group(first, degree, inputs, wave))
@@ -157,9 +157,9 @@ def _open_in_catalogue(first: int, degree: int, inputs: PlannerInputs, wave: Wav
 
 @inlined
 def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> float:
-    """Return the rank-seconds that group g has left, with as much of its ring hidden as may hide."""
+    """Return the free rank-seconds of group g, if as much of its ring is hidden as possible."""
     degree, tokens, across = wave.degree[g], wave.loads.tokens[g], wave.across[g]
-    # A lower bound of the ring's share, so that the tree never hides a group that has room.
+    # A lower bound of the exposed ring, so that the tree never hides a group with room.
     exposed = least_of_packs(1.0, tokens, 1.0, degree, across, inputs) if degree > 1 else 0.0
     again = recomputation_seconds(tokens, degree, inputs.prices)
     computed = degree * (target - inputs.prices.beta - exposed - again)
@@ -168,20 +168,21 @@ def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> f
 
 @leaf
 def _update_room(i: int, g: int, target: float, pool: Pool, inputs: PlannerInputs, tree: Tree, wave: Wave) -> None:
-    """Update the free seconds and tokens of group g in the tree, for sequence i and those of less work."""
+    """Update the free seconds and tokens of group g in the tree, as seen by sequence i and lighter ones."""
     degree, held = wave.degree[g], wave.loads.tokens[g]
     tokens = degree * inputs.tokens_per_rank - held
     free = _free_seconds(g, target, inputs, wave)
     again = recomputation_slope(held / degree, inputs.prices)
     if degree > 1:
-        # A ring that outlasts its attention has no seconds for many tokens: unseen, it would be tried for all of them.
+        # A ring that outlasts its attention has no time for many tokens. Without this limit, the tree would offer it to
+        # all sequences.
         traffic, growth = traffic_of(held, degree, wave.across[g], inputs)
         seconds = degree * (target * (1.0 + _MARGIN) - inputs.prices.beta - traffic) - wave.loads.linear[g]
         per_token = pool.thin[0] + degree * growth
         if seconds < per_token * tokens:
             tokens = int(np.ceil(max(0.0, seconds / per_token)))
     if again > 0.0 and free > 0.0:
-        # A further token takes this much recomputation at least: the same group would be tried for all sequences.
+        # Less the least recomputation of further tokens, for the same reason.
         free *= (1.0 + _MARGIN) / (1.0 + again / pool.density[i])
     set_room(tree, g, usable_seconds(free, tokens, pool.most, inputs), tokens)
 
@@ -194,7 +195,7 @@ def _group_for(
     work, tokens = sequences.work[i], sequences.tokens[i]
     g = first_with_room(tree, work - SLACK, tokens, 0)
     while g != NONE:
-        # The tree's seconds are exact for single ranks without recomputation, and a bound for others.
+        # The tree is exact for single ranks without recomputation, and an upper bound otherwise.
         if wave.degree[g] == 1 and inputs.prices.again[0, 0] == 0.0:
             return g
         pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs))
@@ -208,7 +209,7 @@ def _group_for(
 
 @leaf
 def _is_small(i: int, target: float, width: int, sequences: Sequences, inputs: PlannerInputs) -> bool:
-    """Return whether a group of `width` ranks, one rank if they are two, can run a sequence by the target."""
+    """Return whether a single rank, or a group of `width` > 2 ranks, can run the sequence by the target."""
     if sequences.tokens[i] <= inputs.tokens_per_rank:
         again = recomputation_seconds(sequences.tokens[i], 1, inputs.prices)
         if inputs.prices.beta + sequences.work[i] + again <= target + SLACK:
@@ -222,13 +223,13 @@ def _is_small(i: int, target: float, width: int, sequences: Sequences, inputs: P
 def place_rings(
     target: float, width: int, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> Any:
-    """Begin a wave: give the sequences that no group of `width` ranks can run by the target rings, while ranks last.
+    """Start a wave: place rings for the sequences that need one (`_is_small`), as long as there are ranks.
 
-    Refused is work of sequences for which there were ranks enough, only not at a degree that ends by the target: they
-    will cost a later wave as much as they would have cost this one.
+    Work is refused if enough ranks were left for its sequence, but no group of them ends by the target. It will cost a
+    later wave as much as it would have cost this one.
 
     Returns:
-        How many sequences are in `pool.left_over`, and in `pool.small`; ranks left; work refused.
+        The numbers of sequences in `pool.left_over` and `pool.small`, the number of ranks left, and the refused work.
     """
     wave.groups[0] = 0
     free_all(inputs, wave.ranks)
@@ -237,7 +238,6 @@ def place_rings(
     refused = 0.0
     for k in range(count):
         i = pool.waiting[k]
-        # Sequences that fit on such a group need no ring: they are placed last, where they fit.
         if _is_small(i, target, width, sequences, inputs):
             pool.small[small] = i
             small += 1
@@ -261,9 +261,9 @@ def place_rings(
 
 @leaf
 def _group_free_ranks(width: int, inputs: PlannerInputs, wave: Wave) -> None:
-    """Make groups of `width` ranks, or of as many as a node has, of the ranks that rings left."""
+    """Make groups of `width` ranks, or fewer at the end of a node, of the ranks that rings left free."""
     for free in range(inputs.ranks_per_node, 0, -1):
-        # Takes all that the first such node has free, which then leaves the list.
+        # Uses up the first node of the list, which removes it.
         while wave.ranks.bucket[free] >= 0:
             node_free = free
             while node_free:
@@ -276,7 +276,7 @@ def _group_free_ranks(width: int, inputs: PlannerInputs, wave: Wave) -> None:
 
 @leaf
 def _group_free_ranks_of_catalogue(width: int, inputs: PlannerInputs, wave: Wave) -> None:
-    """Do the same if rings keep to a catalogue, which lists the allowed groups."""
+    """Make groups like `_group_free_ranks`, but only of `width` ranks in the catalogue, and else single ranks."""
     for group in range(len(inputs.group_first) if width > 1 else 0):
         first, taken = inputs.group_first[group], 0
         if inputs.group_degree[group] != width:
@@ -292,7 +292,10 @@ def _group_free_ranks_of_catalogue(width: int, inputs: PlannerInputs, wave: Wave
 
 @leaf
 def outlook(target: float, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> Any:
-    """Return the remainder of a wave if small sequences were a fluid: work, tokens, refused work, longest or -1."""
+    """Estimate the remainder of a wave, with small sequences as a fluid over all free ranks.
+
+    Return work, tokens and refused work, and the longest remaining sequence or -1.
+    """
     rest, small, ranks_left, refused = place_rings(target, 1, count, pool, sequences, inputs, wave)
     work, tokens = 0.0, 0
     longest = pool.left_over[0] if rest else -1
@@ -306,20 +309,20 @@ def outlook(target: float, count: int, pool: Pool, sequences: Sequences, inputs:
         free_tokens = degree * inputs.tokens_per_rank - wave.loads.tokens[g]
         ring = inputs.prices.ring[1 if wave.across[g] else 0]
         hidden = (1.0 - inputs.prices.exposed) * ring * (degree - 1) * wave.loads.tokens[g]
-        # If the ring outlasts its attention, more tokens lengthen the pack: it has no seconds to spare.
+        # If the ring outlasts its attention, every further token lengthens the pack, so it has no room.
         if hidden < wave.loads.attention[g] or len(inputs.splits.heads):
             seconds += _free_seconds(g, target, inputs, wave)
             room += free_tokens
     for k in range(small):
         i = pool.small[k]
-        # One that does not fit is passed over: smaller ones may still fit.
+        # Smaller ones may still fit after one that does not.
         if sequences.work[i] <= seconds and sequences.tokens[i] <= room:
             seconds -= sequences.work[i]
             room -= sequences.tokens[i]
         else:
             work += pool.least[i]
             tokens += sequences.tokens[i]
-            # By falling work, so the first that is left is the longest that is left.
+            # By falling work, so the first that is left is the longest.
             if longest < 0:
                 longest = i
     return work, tokens, refused, longest
@@ -336,8 +339,8 @@ def _fill_groups(
     inputs: PlannerInputs,
     wave: Wave,
 ) -> int:
-    """Lay the sequences that a single rank could run where they fit first; return how many are left over."""
-    # Rings were made first: small sequences fill the room that they leave before single ranks.
+    """Pack the small sequences first-fit into all groups; return the number of sequences left over."""
+    # Rings have the lowest numbers, so small sequences fill their room before that of single ranks.
     if small == 0:
         return rest
     for g in range(wave.groups[0]):
@@ -358,15 +361,15 @@ def _fill_groups(
 def fill_wave(
     target: float, width: int, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> int:
-    """Fill a wave from the sequences that wait: rings, then the others by falling work, each where it fits first.
+    """Fill a wave from the waiting sequences: rings, then the others first-fit by falling work.
 
     Args:
         target: seconds by which all groups end.
-        width: ranks of the groups inside nodes that take the ranks left by rings; fewer if nodes are smaller.
-        count: sequences that wait in the pool.
+        width: degree of the groups on ranks that rings leave free; smaller if nodes are.
+        count: number of waiting sequences in the pool.
 
     Returns:
-        How many sequences are left over, in `pool.left_over`.
+        The number of sequences left over, in `pool.left_over`.
     """
     width = min(width, inputs.ranks_per_node)
     rest, small, _ranks_left, _refused = place_rings(target, width, count, pool, sequences, inputs, wave)
@@ -379,7 +382,7 @@ def fill_wave(
 
 @leaf
 def wave_seconds(inputs: PlannerInputs, wave: Wave) -> float:
-    """Return the seconds of the slowest group of the wave, or the least that a wave takes."""
+    """Return the seconds of the wave: those of its slowest group, but at least the floor."""
     slowest = inputs.floor
     for g in range(wave.groups[0]):
         if wave.loads.tokens[g]:
