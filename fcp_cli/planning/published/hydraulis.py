@@ -98,7 +98,7 @@ def spread(lengths: IntArray, seconds: FloatArray, limits: IntArray, *, orders: 
     """
     best, found = np.inf, np.zeros(len(lengths), dtype=np.int64)
     fits = lengths[None, :] <= limits[:, None]
-    forced = fits[0] & ~fits[1] if len(limits) > 1 else fits[0]
+    forced = fits[0] & ~fits[1] if len(limits) > 1 else fits[0]  # only the widest group, 0, holds them
     for trial in range(orders):
         order = list(range(len(lengths)))
         random.Random(trial).shuffle(order)
@@ -110,6 +110,7 @@ def spread(lengths: IntArray, seconds: FloatArray, limits: IntArray, *, orders: 
                 continue
             ends = np.where(fits[:, i], np.maximum(latest, total + seconds[:, i]), np.inf)
             latest = float(ends.min())
+            # On ties prefer the narrowest empty group, which leaves the wide ones to longer sequences.
             idle = np.flatnonzero((ends == latest) & (total == 0.0))
             group = int(idle[-1]) if len(idle) else int(ends.argmin())
             total[group] += seconds[group, i]
