@@ -155,7 +155,7 @@ $(LOOPS_STAMP): pyproject.toml constraints.txt
 	$(LOOPS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(LOOPS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel uv
 	DS_BUILD_OPS=0 $(LOOPS_VENV)/bin/uv pip install --quiet --python $(LOOPS_VENV)/bin/python --constraint constraints.txt \
-		--no-build-isolation-package deepspeed --editable ".[torch,hf,finetune]" --group dev --group loops
+		--no-build-isolation-package deepspeed --editable ".[torch,hf,finetune,report]" --group dev --group loops
 	touch $(LOOPS_STAMP)
 
 test-loops: $(LOOPS_STAMP) test-frameworks

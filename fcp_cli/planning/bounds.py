@@ -39,8 +39,9 @@ def lower_bound_seconds(work: Work, problem: Problem, *, extra_seconds: float = 
     if problem.rank_speeds is not None:
         return _bound_at_speeds(work, problem, problem.rank_speeds)
     # Cached, since the solver of a step and `assemble` both ask for the same bound.
-    if _last is not None and _last[0] is work and _last[1] is problem and _last[2] == extra_seconds:
-        return _last[3]
+    last = _last  # read once, since another thread may plan another step
+    if last is not None and last[0] is work and last[1] is problem and last[2] == extra_seconds:
+        return last[3]
     bound = _bound_of_like_ranks(work, problem, extra_seconds)
     _last = work, problem, extra_seconds, bound
     return bound

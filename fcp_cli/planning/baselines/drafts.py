@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from fcp_cli.arrays import IntArray
+from fcp_cli.errors import PlanError
 from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.plan.step import level_waves, offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
@@ -99,6 +100,17 @@ def place_waves(waves: Iterable[Packs], problem: Problem) -> Assignment:
 def quickest(candidates: Iterable[Assignment], batch: Batch, problem: Problem) -> Assignment:
     """Return the candidate with the smallest makespan; the first on ties."""
     return min(candidates, key=lambda assignment: makespan_seconds(assignment, batch, problem))
+
+
+def require_power_of_two(name: str, longest_tokens: int, problem: Problem) -> None:
+    """Raise PlanError if a sequence needs more ranks than the largest power of two up to `num_ranks`."""
+    largest = 1 << (problem.num_ranks.bit_length() - 1)
+    held = largest * problem.tokens_per_rank
+    if longest_tokens > held:
+        raise PlanError(
+            f"{name} cannot plan a sequence of {longest_tokens} tokens: its degrees are powers of two, and "
+            f"{largest} ranks of {problem.tokens_per_rank} tokens hold {held}"
+        )
 
 
 def packs_of(members: Sequence[int], batch: Batch, problem: Problem, degree: int = 1) -> list[list[int]]:

@@ -287,12 +287,15 @@ def _seconds_by_degree(batch: Batch, problem: Problem, replicas: Replicas) -> Fl
     return np.stack(columns, axis=1)
 
 
-def plain_problems(problem: Problem, longest_tokens: int) -> Iterator[Problem]:
-    """Yield problems without stages: waves at shares of the token budget, and timelines at the full one."""
+def plain_problems(problem: Problem, longest_tokens: int, widest: int) -> Iterator[Problem]:
+    """Yield problems without stages: waves at shares of the token budget, and timelines at the full one.
+
+    Shares are dropped at which `widest` ranks cannot hold the longest sequence.
+    """
     multiple = problem.padding_multiple or 1
     syncs: tuple[Sync, ...] = ("microbatch", "iteration")
     for part in _BUDGETS:
         tokens = int(problem.tokens_per_rank * part) // multiple * multiple
-        if tokens * problem.num_ranks >= longest_tokens:
+        if tokens * widest >= longest_tokens:
             for sync in syncs if problem.sync == "iteration" and part == _BUDGETS[0] else syncs[:1]:
                 yield replace(problem, pipeline=None, sync=sync, tokens_per_rank=tokens)

@@ -172,10 +172,15 @@ class FcpSolver:
             assert found.assignment is not None, "a step was sought below a limit"
             return found.assignment
 
+    @property
+    def _widest(self) -> int:
+        """Most ranks that a ring may have."""
+        return 1 if self.options.get("max_degree") == 1 else self.problem.num_ranks
+
     def compile_ahead(self) -> None:
         """Compile, or load from disk, all kernels that a step may need, so that no later step waits for them."""
         plain = replace(self, problem=replace(self.problem, pipeline=None, rank_speeds=None, encoder_balance=None))
-        room = self.problem.tokens_per_rank * (1 if self.options.get("max_degree") == 1 else self.problem.num_ranks)
+        room = self.problem.tokens_per_rank * self._widest
         # One sequence that fills all ranks takes another path of the bounds; one sequence per rank, if there are
         # ranks for several parts, reaches the kernels that plan in parts.
         for lengths in ([1, 2], [room], *([[1] * self.problem.num_ranks] if has_parts(self.inputs) else [])):
@@ -337,11 +342,11 @@ class FcpSolver:
         """Yield steps for pipelines: with micro-batches of similar duration, and as planned without stages."""
         if self.options.get("max_degree") != 1:
             yield from equal_length_candidates(batch, self.problem, replicas_of(self.problem, self.inputs))
-        for plain in plain_problems(self.problem, int(batch.work.tokens.max())):
+        for plain in plain_problems(self.problem, int(batch.work.tokens.max()), self._widest):
             tokens = plain.tokens_per_rank
             # The tables of ways remain valid: they hold every way that is fastest for any number of tokens up to more.
             inputs = self.inputs._replace(tokens_per_rank=tokens, shared_tokens=tokens)
-            found = FcpSolver(problem=plain, inputs=inputs, degrees=self.degrees).assign(batch)
+            found = replace(self, problem=plain, inputs=inputs).assign(batch)
             yield PipelineStep.of(found, batch, self.problem)
 
     def _one_degree(self, batch: Batch, found: Found) -> Found:

@@ -24,8 +24,7 @@ import numpy as np
 
 from fcp_cli.arrays import IntArray
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.errors import PlanError
-from fcp_cli.planning.baselines.drafts import FunctionSolver, place_waves, quickest
+from fcp_cli.planning.baselines.drafts import FunctionSolver, place_waves, quickest, require_power_of_two
 from fcp_cli.planning.baselines.packing import best_fit_decreasing
 from fcp_cli.planning.batching.batches import GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -54,13 +53,7 @@ def _planned(batch: Batch, problem: Problem, *, milp_seconds: float, trials: int
     Raises:
         PlanError: a sequence needs more ranks than the largest power of two up to `num_ranks`.
     """
-    largest = 1 << (problem.num_ranks.bit_length() - 1)
-    longest, held = int(batch.lengths.max()), largest * problem.tokens_per_rank
-    if longest > held:
-        raise PlanError(
-            f"flexsp cannot plan a sequence of {longest} tokens: its degrees are powers of two, and "
-            f"{largest} ranks of {problem.tokens_per_rank} tokens hold {held}"
-        )
+    require_power_of_two("flexsp", int(batch.lengths.max()), problem)
     candidates: list[Assignment] = []
     fewest = -(-int(batch.work.tokens.sum()) // (problem.num_ranks * problem.tokens_per_rank))
     count = fewest

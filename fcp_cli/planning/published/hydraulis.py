@@ -25,7 +25,7 @@ import numpy as np
 
 from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_seconds
-from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assignment_of, quickest
+from fcp_cli.planning.baselines.drafts import Draft, FunctionSolver, assignment_of, quickest, require_power_of_two
 from fcp_cli.planning.baselines.placement import place_groups
 from fcp_cli.planning.batching.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.problem import Assignment, Batch, Problem
@@ -54,7 +54,9 @@ def make_solver(batches: GlobalBatches) -> FunctionSolver:
 
 def _quickest(batch: Batch, problem: Problem, *, proposed: Sequence[tuple[int, ...]]) -> Assignment:
     """Spread a batch over the groups of each feasible proposal, and return the fastest assignment."""
-    seconds, longest = seconds_by_degree(batch, problem), int(batch.work.tokens.max())
+    longest = int(batch.work.tokens.max())
+    require_power_of_two("hydraulis", longest, problem)
+    seconds = seconds_by_degree(batch, problem)
     able = [one for one in proposed if one[0] * problem.tokens_per_rank >= longest]
     return quickest((_packed(batch, degrees, seconds, problem) for degrees in able), batch, problem)
 

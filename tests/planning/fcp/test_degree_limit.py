@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file.writer import plan_writer
 from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.pricing.pipeline import Pipeline
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.dataset.run import plan_metadata
 from fcp_cli.planning.fcp.limits import limit_price, make_solver
 from tests.messages import raises
-from tests.planning.examples import four_steps
+from tests.planning.examples import example_problem, first_step, four_steps, one_batch
 
 BUDGET_TOKENS = 4096
 
@@ -39,6 +41,15 @@ def test_no_group_has_two_ranks_and_ranks_are_balanced(sync: Sync, num_ranks: in
             longest = float(batch.work.total_seconds.max()) + c.microbatch_seconds
             best = max(longest, lower_bound_seconds(batch.work, batches.problem))
             assert step.makespan_seconds <= 1.15 * best
+
+
+@settings(max_examples=20)
+@given(lengths=st.lists(st.integers(1, BUDGET_TOKENS), min_size=1, max_size=6), num_ranks=st.integers(2, 12))
+def test_pipelines_without_rings_have_none_even_if_ranks_idle(lengths: list[int], num_ranks: int) -> None:
+    stages = Pipeline(forward_share=0.3, head_share=0.1)
+    problem = example_problem("microbatch", num_ranks=num_ranks, tokens_per_rank=BUDGET_TOKENS)
+    batches = one_batch(lengths, replace(problem, pipeline_parallel=2, pipeline=stages))
+    assert set(first_step(batches, partial(make_solver, max_degree=1)).degrees) == {1}
 
 
 def test_what_rings_would_save_is_the_limits_price() -> None:

@@ -59,7 +59,7 @@ def test_the_same_batch_gives_the_same_answer(name: str) -> None:
     np.testing.assert_array_equal(first.members, second.members)
 
 
-@pytest.mark.parametrize("name", ["flexsp", "megatron-dynamic-cp", "megatron-packing"])
+@pytest.mark.parametrize("name", ["flexsp", "hydraulis", "megatron-dynamic-cp", "megatron-packing"])
 def test_powers_of_two_cannot_hold_what_six_ranks_can(name: str) -> None:
     batches = one_batch([5500, 10], example_problem(num_ranks=6, ranks_per_node=6, tokens_per_rank=1000))
     with pytest.raises(PlanError, match=f"{name} cannot plan a sequence of 5500 tokens: its degrees are powers of two"):
