@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fcp_cli import runtime as fcp
-from fcp_cli.extend.integrations import RunError, prepare
+from fcp_cli.extend.integrations import RunError, prepare, require_rows
 
 
 class _NextMicroBatch(BaseException):
@@ -66,6 +66,7 @@ class _PlannedEngine:
         self.engine, self.model, self.loader = engine, model, loader
         self.batch: Any = None
         self.session = fcp.start(fetch=self.fetch)
+        require_rows(len(loader.dataset), self.session.metadata)
         planned = self.session.metadata.global_batch_size
         if loader.batch_size != planned:
             raise RunError(

@@ -65,6 +65,12 @@ def test_losses_and_weights_are_those_of_the_script_without_a_plan(folder: Path,
     ("kind", "batch_size", "message"),
     [
         ("own loss", 4, "let the model compute its loss: the function has to pass it the batch's labels"),
+        (
+            "more data",
+            4,
+            "the data set has 13 rows, but the plan's manifest lengths.txt has 12; build the manifest from this "
+            "data set with 'fcp manifest build', and plan again with 'fcp plan'",
+        ),
         ("clears before", 2, "the loader's batch_size is 2, but the plan's batches have 4 rows"),
     ],
 )

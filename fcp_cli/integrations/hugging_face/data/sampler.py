@@ -21,6 +21,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.batches import one_sequence
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.data.cursor import orders_of_rank
+from fcp_cli.runtime.data.followed_step import require_rows
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.session.session import Session
 
@@ -62,7 +63,6 @@ class PlanSampler(Sampler[int]):
         Raises:
             RunError: the loader has another sampler, larger batches, or a different number of rows than the manifest.
         """
-        rows, found = self._session.metadata.manifest.rows, len(loader.dataset)  # type: ignore[arg-type]
         if loader.sampler is not self:
             raise RunError("the loader has another sampler; give it this one: DataLoader(dataset, sampler=sampler)")
         if loader.batch_size not in (None, 1):
@@ -70,12 +70,7 @@ class PlanSampler(Sampler[int]):
                 f"the loader has batch_size {loader.batch_size}, but the plan determines the rows of a micro-batch; "
                 "remove it (1), or set it to None if items are tokens"
             )
-        if found != rows:
-            name = self._session.metadata.manifest.name
-            raise RunError(
-                f"the data set has {found} rows, but the plan's manifest {name} has {rows}; build the manifest from "
-                "this data set with 'fcp manifest build', and plan again with 'fcp plan'"
-            )
+        require_rows(len(loader.dataset), self._session.metadata)  # type: ignore[arg-type]
         has_masks = self._session.metadata.masked_sequences is not None
         read = read or partial(_as_fetched, masked=has_masks)
         is_planned = self._session.source is None
