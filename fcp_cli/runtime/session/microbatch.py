@@ -1,4 +1,4 @@
-"""One rank's part of one micro-batch: its tokens, its ring and its share of the loss."""
+"""One rank's shard of a micro-batch: its tokens, its ring and its share of the loss."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from fcp_cli.runtime.session.token_values import part_of, token_log_probs
 
 
 class LocalMicroBatch:
-    """One rank's part of one micro-batch.
+    """One rank's shard of one micro-batch.
 
     Attributes:
-        row: the micro-batch in the plan.
+        row: the micro-batch's row of the plan.
         input_ids, labels: [1, tokens] int64 on the session's device; at least one token.
-        position_ids: the same, or [axes, 1, tokens] if `fetch` returned positions.
-        ring: group that `attention` runs on; current while the loop body runs. Pass it on if attention runs later.
+        position_ids: [1, tokens] int64, or [axes, 1, tokens] if `fetch` returned positions.
+        ring: ring that `attention` runs on. It is current only while the loop body runs; pass it explicitly if
+            attention runs later.
         is_last: whether this is the rank's last micro-batch of the step.
-        pack_labels: [tokens of the pack] int64 on the host, for packs of joined sequences; else None.
+        pack_labels: [tokens of the pack] int64 on the host for packs of joined sequences, else None.
     """
 
     __slots__ = (
@@ -55,7 +56,7 @@ class LocalMicroBatch:
         rows = None if shard.labelled is None else shard.labelled.to(device, non_blocking=True)
         ring.context.labels = Labels(values=self.labels, rows=rows)
         ring.context.model_tokens = shard.input_ids.shape[1]
-        # Until the backward of a loss begins that this micro-batch made.
+        # # Cleared when the backward of a loss from this micro-batch begins.
         ring.context.loss_missing = f"{ring.place}: {OTHER_LOSS if guards.sync.trains else NO_TRAINING}"
         self.pack_labels = shard.pack_labels
         self.loss_sum: Tensor | None = None
@@ -66,8 +67,7 @@ class LocalMicroBatch:
     def loss(self, logits: Tensor) -> Tensor:
         """Return this rank's share of the step's loss, to call backward on.
 
-        It is the sum of its token losses / `denominator`, times the factor that undoes the average of FSDP2
-        and DeepSpeed.
+        The share is the sum of its token losses / `denominator`, times `loss_factor`.
 
         Args:
             logits: [1, tokens, vocabulary] for `input_ids`.
@@ -75,45 +75,46 @@ class LocalMicroBatch:
         return self.normalised(token_loss_sum(logits, self.labels))
 
     def loss_of(self, hidden: Tensor, head: nn.Linear | Tensor) -> Tensor:
-        """Return the same loss as `loss` without materializing all logits: they are computed and dropped in blocks.
+        """Return the same loss as `loss`, computing the logits block by block instead of materializing all of them.
 
         Args:
             hidden: [1, tokens, width] inputs of the head, for `input_ids`.
             head: the model's linear output layer, or its weight [vocabulary, width].
 
         Raises:
-            RunError: the head's weight is sharded, as outside the forward of a model that `fully_shard` wraps.
+            RunError: the head's weight is sharded, as it is outside the forward of a model wrapped by `fully_shard`.
         """
         assert self.ring.context.labels is not None
         return self.normalised(head_loss_sum(hidden, head, self.ring.context.labels))
 
     @property
     def loss_factor(self) -> float:
-        """Return the factor in the loss that undoes the model wrapper's division of gradients."""
+        """Return the factor on the loss that undoes the gradient averaging of FSDP2 and DeepSpeed."""
         return self._guards.sync.loss_factor
 
     @property
     def denominator(self) -> int | Tensor:
-        """Return the loss denominator of the step: its tokens with labels, or its rows."""
+        """Return the loss denominator of the step: its number of tokens with labels, or of manifest rows."""
         return self._denominator
 
     def normalised(self, loss_sum: Tensor) -> Tensor:
-        """Return this rank's share of the loss from a sum of token losses (0-d) that the script computed itself."""
+        """Return this rank's share of the step's loss for a sum of token losses (0-d) that the script computed itself.
+        """
         self.loss_sum = loss_sum.detach()
         loss = loss_sum * self._guards.sync.loss_factor / self._denominator
-        # The checks are the host's, and would break a graph.
+        # # The checks run on the host and would break the graph.
         if not torch.compiler.is_compiling():
             self._guards.see_loss(self.ring.place, self.row, self.loss_sum, loss)
         if not self._guards.sync.trains:
             return without_backward(loss, self.ring.place)
         if loss.requires_grad:
             self._losses += 1
-            # Runs first in the loss's backward, before any layer's own asks whether it may run.
+            # # The first hook of the loss's backward: it must run before a layer checks `loss_missing`.
             loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         return loss
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Return [1, tokens] the log-probability of each label, 0 if a token has none.
+        """Return the log-probability of each label, [1, tokens]; 0 for tokens without a label.
 
         Args:
             logits: [1, tokens, vocabulary] for `input_ids`.
@@ -121,13 +122,14 @@ class LocalMicroBatch:
         return token_log_probs(logits, self.labels)
 
     def part_of(self, values: Mapping[int, Tensor]) -> Tensor:
-        """Return [1, tokens, ...] this rank's shard of values per token: log-probabilities, advantages, chosen experts.
+        """Return this rank's shard [1, tokens, ...] of per-token values, such as log-probabilities, advantages or
+        routing.
 
         Args:
-            values: manifest row -> [length, ...], as `Step.collect` returns them.
+            values: manifest row -> [length, ...], as returned by `Step.collect`.
 
         Raises:
-            RunError: a sequence has no values, or not as many as tokens.
+            RunError: a sequence has no values, or their number differs from its number of tokens.
         """
         return part_of(values, self.row, self._layout, self.ring.index).to(self.input_ids.device)
 
@@ -136,6 +138,6 @@ class LocalMicroBatch:
         self.ring.context.loss_missing = ""
 
     def require_backward(self) -> None:
-        """Raise RunError if a loss was made to be trained on, and no backward was run."""
+        """Raise RunError if a trainable loss was computed but its backward never ran."""
         if self._losses and not self._backwards:
             raise RunError(f"{self.ring.place}: {NO_BACKWARD}")

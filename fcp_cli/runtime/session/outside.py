@@ -1,11 +1,11 @@
-"""Run a model outside the plan: evaluation, generation, a second model; between steps or inside one.
+"""Run a model outside the plan, between steps or inside one: evaluation, generation, a second model.
 
     with fcp.outside():
         with torch.no_grad():
             validation_loss = evaluate(model)
 
-Inside, no micro-batch is current: `attention` attends over the whole batch that it is given, and a model that an
-integration prepared runs as it did before, with its own attention, masks and cache.
+Inside the block no micro-batch is current: `attention` attends over the whole batch it is given, and a model that an
+integration prepared uses its original attention, masks and cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _switches: WeakKeyDictionary[Any, Callable[[Any], AbstractContextManager[None]]]
 
 
 def switch_outside(model: Any, switch: Callable[[Any], AbstractContextManager[None]]) -> None:
-    """Have `switch(model)` entered wherever a script is outside the plan, for as long as the model lives."""
+    """Register a context manager `switch(model)` that `outside` enters; dropped when the model is freed."""
     _switches[model] = switch
 
 
@@ -29,12 +29,12 @@ def switch_outside(model: Any, switch: Callable[[Any], AbstractContextManager[No
 def outside() -> Iterator[None]:
     """Leave the plan for a `with` block, on one rank or on all.
 
-    A model sharded by FSDP2 gathers its weights in every forward, so all ranks must run equally many forwards.
+    FSDP2 gathers weights in every forward, so with a sharded model all ranks must run the same number of forwards.
     """
     ring, was_outside = current_ring.get(), runs_outside.get()
     with ExitStack() as stack:
         if not was_outside:
-            # A copy, since a model may be freed meanwhile, and leave the dictionary.
+            # # Iterate over a copy: a model freed meanwhile removes itself from the dictionary.
             for model, switch in list(_switches.items()):
                 stack.enter_context(switch(model))
         current_ring.set(None)

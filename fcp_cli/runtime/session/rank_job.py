@@ -1,4 +1,4 @@
-"""One rank of a job under a plan: its transport, clock, guards and metrics."""
+"""One rank of a job that follows a plan: its transport, clock, guards and metrics."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ AnyJob = TypeVar("AnyJob", bound="RankJob")
 
 @dataclass(kw_only=True, eq=False)
 class RankJob:
-    """One rank of a job under a plan, the same for all steps of a loop. Made by `join`.
+    """State of one rank that outlives a step. Create it with `join`.
 
     Attributes:
         plan, metadata: the plan file and its metadata.
         world: all processes of the job.
-        peers: process of each rank of the plan that holds the same part of the model; None: the same numbers.
-        transport: messages between the members of a ring.
+        peers: process of each rank of the plan within this process's tensor- and pipeline-parallel position; None if
+            ranks and processes have the same numbers.
+        transport: point-to-point messages between the members of a ring.
         device: device of the micro-batches.
-        grad_ring_dtype: type in which gradients of keys and values travel.
+        grad_ring_dtype: data type in which gradients of keys and values are sent.
         watch: stall reporter, or None if disabled.
-        recorder: recorder of the steps, or None if no metrics are asked for.
-        next_step: optimizer step after the last one that was trained.
+        recorder: metrics recorder, or None if disabled.
+        next_step: index of the next optimizer step to train.
         clock: clock of the device.
         connections: open peer connections.
     """
@@ -63,7 +64,7 @@ class RankJob:
     def agree(
         plan: Path, device: torch.device, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
     ) -> PlanMetadata:
-        """Check that all processes have the same plan, and return its metadata; every process calls it first."""
+        """Validate that all processes have the same plan, and return its metadata. Collective; comes before `join`."""
         world = ProcessWorld()
         return agree_on_plan(world, plan, device, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
 
@@ -80,20 +81,20 @@ class RankJob:
         records: bool = True,
         **more: Any,
     ) -> AnyJob:
-        """Join the transport of all ranks, and agree on settings. Every process calls it, once.
+        """Join the transport of all ranks and agree on settings. Every process calls it once.
 
         Args:
             plan, metadata: the plan that all processes agreed on.
-            device: the device of the micro-batches.
-            peers: process of each rank of the plan; see above.
-            grad_ring_dtype: the grad ring dtype, as `start` takes it.
-            metrics: file of the metrics, or None for FCP_METRICS.
-            records: whether this process measures its steps, if there is a file of metrics.
-            more: fields of a subclass.
+            device: device of the micro-batches.
+            peers: see the attribute.
+            grad_ring_dtype: as in `start`.
+            metrics: metrics file, or None for FCP_METRICS.
+            records: whether this process records its steps, if there is a metrics file.
+            more: fields of the subclass.
         """
         world = ProcessWorld()
         rank = world.rank if peers is None else peers.index(world.rank)
-        # Collective in the order of these arguments, the same on all processes.
+        # # The arguments run collectives, so their order must be the same on all processes.
         return cls(
             plan=plan,
             metadata=metadata,
@@ -108,22 +109,22 @@ class RankJob:
         )
 
     def connect(self) -> None:
-        """Open the connections between all ring neighbours of the plan. Every process calls it, once."""
+        """Open the connections between all ring neighbours of the plan. Every process calls it once."""
         self.connections.open_all(planned_hops(self.plan), report=report_to_stderr(self.world.rank, self.device))
 
     @cached_property
     def recompute_levels(self) -> tuple[RecomputeLevel, ...]:
-        """Return the levels of as-needed recomputation; empty under any other recipe."""
+        """Return the recompute levels of the plan's cost profile; empty unless the recipe recomputes as needed."""
         recipe, text = self.metadata.recipe, self.metadata.cost_profile
         if recipe is None or recipe.recompute != "as-needed":
             return ()
-        from fcp_cli.cost.profile import parse_cost_profile  # slow to import, and most recipes are others
+        from fcp_cli.cost.profile import parse_cost_profile  # slow to import, and most recipes do not need it
 
         return parse_cost_profile(text, name="the plan's cost profile").recompute_levels
 
     @property
     def rank(self) -> int:
-        """Return the rank of the plan."""
+        """Return this process's rank in the plan."""
         return self.world.rank if self.peers is None else self.peers.index(self.world.rank)
 
     @property
@@ -133,5 +134,5 @@ class RankJob:
         return range(ranks - (self.metadata.encoder_ranks or 0), ranks)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor of the loader to the device, without waiting if it is in page-locked memory."""
+        """Copy a tensor of the loader to the device, asynchronously if it is in pinned memory."""
         return tensor.to(self.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The loop of one rank under a plan: loads its steps ahead, and yields them."""
+"""The training loop of one rank under a plan: prefetches steps and yields them."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ from fcp_cli.runtime.session.rank_job import RankJob
 from fcp_cli.runtime.session.step import Step
 
 _STEPS_AHEAD = 2
-_RESTARTS = "SLURM_RESTART_COUNT"  # set by Slurm from the second start of a job on
+_RESTARTS = "SLURM_RESTART_COUNT"  # set by Slurm when a job is requeued
 
 
 @dataclass(kw_only=True, eq=False)
 class Session(RankJob):
-    """One rank's part in a job that follows a plan. Made by `start`; use it as a context manager or call `close`.
+    """One rank of a training job that follows a plan. Create it with `start`; use it as a context manager or call
+    `close`.
 
     Attributes:
-        fetch: function from a manifest row to its tokens; may be set until `steps` is called.
+        fetch: function from a manifest row to its tokens; may be set any time before `steps` is called.
         source: planner of a stream's steps, or None for an existing plan.
         skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
         owns_process_group: whether `close` destroys the process group.
-        steps_ahead: number of steps loaded ahead of the loop.
-        has_begun: class attribute: whether this process has created a session.
+        steps_ahead: number of steps to prefetch.
+        has_begun: whether this process has created a session (class attribute).
     """
 
     has_begun: ClassVar[bool] = False
@@ -64,7 +65,7 @@ class Session(RankJob):
     def __post_init__(self) -> None:
         super().__post_init__()
         Session.has_begun = True
-        self._first_step = 0  # of a loop that begins
+        self._first_step = 0  # default of `steps`; set by `load_state_dict`
 
     def steps(
         self,
@@ -75,27 +76,26 @@ class Session(RankJob):
         on_nan: OnNan = "stop",
         mean_over: Literal["tokens", "rows"] = "tokens",
     ) -> Generator[Step, None, None]:
-        """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
+        """Yield the plan's steps from `first_step` on. Iterate each to its end before requesting the next.
 
         Every rank calls it.
 
         Args:
-            model: the model whose gradients are summed over ranks: a plain module (it starts from rank 0's weights), in
-                DistributedDataParallel, or sharded with `fully_shard`. With `GradientSync()`, the script sums them
-                itself; without either, training raises. Under a plan of forward passes nothing is summed, and
-                micro-batches run without gradients.
-            first_step: optimizer step to begin with, for a resumed run; None: by `load_state_dict`, else 0.
-            reduce: for FSDP2 that reshards after forward: reduce gradients in every `wave`, so that a rank holds only
-                its shard of them, or once a `step`, which sends less; None: as in the plan's recipe, else `wave`.
+            model: the model whose gradients are reduced over ranks: a plain module (it starts from rank 0's weights),
+                in DistributedDataParallel, or sharded with `fully_shard`. Pass `GradientSync()` if the script reduces
+                them itself; training without either raises. Plans of forward passes reduce nothing and run without
+                gradients.
+            first_step: optimizer step to start at; default: the step given by `load_state_dict`, else 0.
+            reduce: for FSDP2 that reshards after forward: reduce gradients in every `wave`, so that a rank only holds
+                its shard of them, or once a `step`, which sends less. Default: the plan's recipe, else `wave`.
             on_nan: reaction to a NaN or infinite loss on any rank: `stop` the job; `skip-step`: clear the gradients of
-                all ranks, so that optimizers change nothing (the host then waits for the device once a step); or
-                `go-on`.
+                all ranks, so that optimizers change nothing (costs one device synchronization a step); or `go-on`.
             mean_over: loss denominator: tokens with labels, or rows of the manifest.
 
         Raises:
-            RunError: no `fetch`, a model that cannot follow the plan, a step beyond the plan, ranks that start at
-                different steps; while iterating, an incorrect loop, or data that does not match the plan or differs
-                between ranks.
+            RunError: no `fetch`, a model that cannot follow the plan, a step beyond the plan, or ranks that start at
+                different steps. While iterating: a loop that breaks the contract, or data that does not match the plan
+                or differs between ranks.
         """
         fetch = self.fetch if self.source is None or self.source.follows_manifest else self.source.fetch
         if fetch is None:
@@ -111,11 +111,11 @@ class Session(RankJob):
         require_ranks_apart(sync, self.metadata.encoder_ranks)
         guards = Guards(self.world, sync, model=model, on_nan=on_nan, watch=LossWatch(self.clock))
         follow = partial(self._begun, first_step, fetch, guards, mean_over)
-        # A stream may have nothing yet: its first step is waited for when the loop asks for it.
+        # # The first step of a stream may not be planned yet: do not block before the loop asks for it.
         return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
 
     def _connect_for_halos(self) -> None:
-        """Open the connections of halos if the model has any; with a stream, before each step."""
+        """Open the halo exchange's connections if the model has one; streams open them before each step."""
         self.connections.halo_pattern = agree_on_halo_pattern(self.world)
         if self.connections.halo_pattern != "no" and self.source is None:
             hops = planned_hops(self.plan, halo_pattern=self.connections.halo_pattern)
@@ -144,7 +144,7 @@ class Session(RankJob):
         return self.recorder.recorded(followed)
 
     def _begin_following(self, first_step: int, fetch: Fetch) -> tuple[PlanCursor | StreamCursor, bool]:
-        """Return this rank's steps of the plan or of the stream, and whether `fetch` returns labels."""
+        """Return the cursor over this rank's steps of the plan or stream, and whether `fetch` returns labels."""
         if self.source is None:
             cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self.steps_ahead)
             return cursor, fetches_labels(PlanReader(self.plan).steps(first_step), fetch)
@@ -179,10 +179,10 @@ class Session(RankJob):
                 tokens: int | Tensor = item.plan.loss_tokens
                 if counting == "rows":
                     tokens = item.plan.sequences
-                # With bad rows, too: the plan's own count has the tokens of those that are skipped.
+                # # Also with bad rows: the plan's token count includes those that are skipped.
                 elif counting == "labels" or bad:
                     tokens = torch.tensor(sum(shard.labelled_tokens for shard in item.shards), device=self.device)
-                    self.world.all_reduce_sum(tokens)  # the sum stays on the device: the host does not wait for it
+                    self.world.all_reduce_sum(tokens)  # stays on the device, so that the host does not wait
                 step = Step(self, guards, item, tokens, bad)
                 yield step
                 step.require_finished()
@@ -191,7 +191,8 @@ class Session(RankJob):
             loaded.close()
 
     def _next_loaded(self, loaded: Prefetched[LoadedStep[Shard]]) -> LoadedStep[Shard] | None:
-        """Return the next step; with a stream, request further plans and connect to the step's new ring neighbours."""
+        """Return the next step, or None; with a stream, also request further plans and connect to new ring neighbours.
+        """
         if self.source is None:
             return next(loaded, None)
         self.source.want(self.next_step)
@@ -202,14 +203,14 @@ class Session(RankJob):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the next step, for a checkpoint of any framework: the one after the last step that ran."""
+        """Return the index of the next step to train, for a checkpoint of any framework."""
         return {"next_step": self.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make `steps` start at the end of a checkpoint's run.
+        """Make `steps` resume after the last step of a checkpoint.
 
         Raises:
-            RunError: the state is not that of a session.
+            RunError: the state was not saved by `state_dict` of a session.
         """
         if not isinstance(state.get("next_step"), int):
             raise RunError(
@@ -219,11 +220,14 @@ class Session(RankJob):
         self._first_step = self.next_step = state["next_step"]
 
     def outside(self) -> AbstractContextManager[None]:
-        """Return `outside()`: a context manager to run models outside the plan, e.g. for evaluation and generation."""
+        """Return `outside()`: a context manager to run models outside the plan, e.g. for evaluation or generation."""
         return outside()
 
     def _bad_rows(self, problems: Mapping[int, str]) -> tuple[int, ...]:
-        """Return the manifest rows of the step whose images failed to decode on any rank; the same on all ranks."""
+        """Return the manifest rows whose images failed to decode on any rank; the same on all ranks.
+
+        Raise RunError for the first of this rank's unless bad rows are skipped.
+        """
         if self.skip_bad_rows:
             return agree_on_bad_rows(self.world, self.device, tuple(problems))
         for problem in problems.values():
@@ -231,7 +235,7 @@ class Session(RankJob):
         return ()
 
     def close(self) -> None:
-        """Leave the job, and destroy the process group if `start` made it."""
+        """Leave the job; destroy the process group if `start` created it."""
         if self.recorder is not None:
             self.recorder.close()
         if self.watch is not None:
@@ -253,7 +257,7 @@ def _when_asked(begin: Callable[[], Generator[Step, None, None]]) -> Generator[S
 
 
 def _warn_if_begun_again(first_step: int, begins_with: int, rank: int) -> None:
-    """Print one line on rank 0 if Slurm has requeued this job and its script has loaded no checkpoint."""
+    """Warn on rank 0 if Slurm requeued this job but the script has loaded no checkpoint."""
     restarts = os.environ.get(_RESTARTS, "")
     if rank == 0 and restarts.isdecimal() and int(restarts) and first_step == begins_with:
         print(

@@ -1,4 +1,4 @@
-"""Run a training loop under a plan: which micro-batches a rank runs, on which ring, and when gradients are reduced.
+"""Run a training loop under a plan, which decides a rank's micro-batches, their rings and when gradients are reduced.
 
 session = fcp_cli.runtime.start("plan.parquet", fetch)
 for step in session.steps(model):
@@ -45,24 +45,24 @@ def start(
     skip_bad_rows: bool = False,
     metrics: str | Path | None = None,
 ) -> Session:
-    """Join the job and check that all ranks follow the same plan. Every rank calls it, once.
+    """Join the job and validate that all ranks follow the same plan. Every rank calls it once.
 
     Args:
-        plan: plan file; by default FCP_PLAN, which `fcp launch` sets.
-        fetch: function from a manifest row to its tokens, or to (tokens, labels); see `loader.Fetch`. With a stream:
-            from an id or a row of the stream.
-        stream: sequences to plan while the job trains, as (id, length) or as rows; `plan` is then written.
-            Integrations pass steps that are already being planned.
-        planner: planner of a stream, a `fcp_cli.Planner` or its `online()`; by default that of `fcp launch --online`.
-        device: device of the tensors; by default the local rank's accelerator, else the CPU.
-        grad_ring_dtype: type in which gradients of keys and values are sent; by default FCP_GRAD_RING_DTYPE,
-            else fp32. See `GradRingDtype`.
+        plan: plan file; defaults to FCP_PLAN, which `fcp launch` sets. With `stream`, the file to write.
+        fetch: function from a manifest row, or an id or row of `stream`, to tokens or (tokens, labels); see
+            `loader.Fetch`.
+        stream: sequences to plan while the job trains, as (id, length) or as rows. Integrations pass a `StreamSource`
+            that is already being planned.
+        planner: planner of a stream: a `fcp_cli.Planner` or its `online()`; defaults to that of `fcp launch --online`.
+        device: device of the tensors; defaults to the local rank's accelerator, else the CPU.
+        grad_ring_dtype: data type in which gradients of keys and values are sent; defaults to FCP_GRAD_RING_DTYPE, else
+            fp32. See `GradRingDtype`.
         skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
-        metrics: file of the metrics of all ranks; by default FCP_METRICS, which `fcp launch` sets, or none.
+        metrics: metrics file of all ranks; defaults to FCP_METRICS, which `fcp launch` sets, else no metrics.
 
     Raises:
         PlanError: the plan is missing, damaged or was edited.
-        RunError: ranks have different plans, or the plan is for another number of ranks; on all ranks.
+        RunError: ranks have different plans, or the plan is for a different number of ranks; raised on all ranks.
     """
     source = stream if isinstance(stream, StreamSource) else None
     online = None if stream is None else source.settings if source is not None else online_settings(planner)
@@ -86,7 +86,7 @@ def start(
         source=source,
         skip_bad_rows=skip_bad_rows,
     )
-    # The rings of a stream are not known yet: connections are opened before each step.
+    # # The rings of a stream are not known yet: `Session` opens connections before each step.
     if source is None:
         session.connect()
     if session.watch is not None:
@@ -95,14 +95,14 @@ def start(
 
 
 def _measured_stream(online: OnlineSettings, plan: Path) -> str | Path | None:
-    """Return the metrics file of a stream with refits, which need one, or None."""
+    """Return the metrics file that a stream with refits needs; None without refits."""
     if online.options.refit_every is None:
         return None
     return os.environ.get(METRICS_VARIABLE) or plan.with_name(f"{plan.stem}.metrics.jsonl")
 
 
 def _agree_on_kernels(world: ProcessWorld, device: torch.device, metadata: PlanMetadata) -> None:
-    """Choose the attention kernels of CUDA devices; other devices have one, and need no cost profile for it."""
+    """Choose the attention kernels of CUDA devices. Other devices have a single kernel."""
     if device.type == "cuda":
         from fcp_cli.runtime.agreement.kernel_agreement import prefer_agreed_kernels
 

@@ -1,4 +1,4 @@
-"""One optimizer step of one rank: its micro-batches in order, and the sum of their gradients over ranks."""
+"""One optimizer step of one rank: its micro-batches in order, and the gradient reduction over ranks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _BACKWARD_TOO_EARLY = (
 
 
 class Step(FollowedStep):
-    """One optimizer step of one rank: iterate it, to the end, for the micro-batches.
+    """One optimizer step of one rank: iterate it to the end for its micro-batches.
 
-    During a micro-batch, its ring is current for `attention`. FSDP2 and DeepSpeed may reduce gradients in its backward,
-    plain models and DDP do so when the iteration ends. Then gradients are sums over all ranks, and the optimizer may
-    step.
+    During a micro-batch, its ring is current for `attention`. FSDP2 and DeepSpeed may reduce gradients in its backward;
+    plain models and DDP reduce them when the iteration ends. Gradients are then sums over all ranks, and the optimizer
+    may step.
 
     Attributes:
-        is_skipped: whether the finished step has no gradients because a rank's loss was not finite (`on_nan`).
+        is_skipped: whether the finished step has no gradients because some rank's loss was not finite (`on_nan`).
         bad_rows: manifest rows of the step that are skipped because their images failed to decode.
-        problems: reasons, for the bad rows of this rank.
+        problems: decoding error of each bad row on this rank.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Step(FollowedStep):
         self._sync = guards.sync
         self._shards = loaded.shards
         self._tokens = tokens
-        # A batch without labels has the loss 0, not 0 / 0.
+        # # Avoids 0 / 0 in a batch without labels: its loss is 0.
         self._denominator = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
         self._microbatches: list[LocalMicroBatch] = []
         self._marks: list[tuple[Any, Any]] = []
@@ -73,12 +73,14 @@ class Step(FollowedStep):
 
     @property
     def tokens(self) -> int:
-        """Return the number of trained tokens of the global batch; with labels from `fetch`, wait for the device."""
+        """Return the number of trained tokens of the global batch; waits for the device if `fetch` returns labels."""
         return int(self._tokens)
 
     @property
     def timings(self) -> tuple[MicroBatchTiming, ...]:
-        """Return start and seconds of this rank's micro-batches; on a device, wait for the last one."""
+        """Return the start and duration of this rank's micro-batches in seconds; waits for the device to finish the
+        last one.
+        """
         if not self._marks:
             return ()
         clock, first = self._job.clock, self._marks[0][0]
@@ -90,7 +92,7 @@ class Step(FollowedStep):
         )
 
     def note(self, **facts: float) -> None:
-        """Add figures of the script to the metrics: `grad_norm`, `learning_rate`, or its own `loss`."""
+        """Add values from the script to the metrics: `grad_norm`, `learning_rate`, or its own `loss`."""
         if self.record is not None:
             self.record.facts |= facts
 
@@ -136,7 +138,7 @@ class Step(FollowedStep):
         finally:
             if watch is not None and not self._is_finished:
                 watch.forget()
-            current_ring.set(None)  # not by a token: a loop that is left may be closed in another context
+            current_ring.set(None)  # no token reset: an abandoned loop may be closed in another context
             self._sync.restore()
 
     def _fill_record(self) -> None:
@@ -173,8 +175,8 @@ class Step(FollowedStep):
     def _order_backwards(self, *, is_last: bool) -> None:
         """Forbid backwards between forwards if ranks have different numbers of micro-batches.
 
-        A loop may run each backward before the next forward, or all forwards first. In between, one rank would begin
-        a backward while another of its ring begins a forward, and both would wait for each other.
+        A loop may run each backward before the next forward, or all forwards first. In between, one rank would begin a
+        backward while another of its ring begins a forward: a deadlock.
         """
         earlier = [microbatch.ring for microbatch in self._microbatches[:-1]]
         holds_back = any(ring.attention_calls and not ring.context.backward_calls for ring in earlier)
@@ -196,7 +198,7 @@ class Step(FollowedStep):
 
     @property
     def local_tokens(self) -> int:
-        """Return the tokens of the step that this rank holds."""
+        """Return the number of the step's tokens on this rank."""
         return sum(shard.layout.tokens(shard.member) for shard in self._shards)
 
     def local_loss(self) -> Tensor:
@@ -208,15 +210,15 @@ class Step(FollowedStep):
         return self._loss_sum() / self._denominator
 
     def collect(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Gather values per token, such as those of `log_probs`, on every rank: manifest row -> [length].
+        """Gather per-token values, such as those of `log_probs`, on every rank: manifest row -> [length].
 
         Every rank calls it, after the last micro-batch.
 
         Args:
-            values: [1, tokens] of each of this rank's micro-batches, in their order.
+            values: one tensor [1, tokens] per micro-batch of this rank, in loop order.
 
         Raises:
-            RunError: there is not one tensor for each micro-batch, or not one value for each token; on every rank.
+            RunError: a tensor or value is missing or surplus on any rank; raised on all ranks.
         """
         fault = ""
         if len(values) != len(self._shards):
@@ -229,7 +231,8 @@ class Step(FollowedStep):
         return collect(self._job.world, parts, self._job.device, fault=fault)
 
     def reduced_loss(self) -> float:
-        """Return the step's loss as one process would report it: token losses of all ranks / tokens of the batch.
+        """Return the step's loss as a single process would compute it: sum of token losses / `tokens`, over all ranks.
+
         Every rank calls it, after the last micro-batch.
 
         Raises:
@@ -238,7 +241,7 @@ class Step(FollowedStep):
         total = self._loss_sum()
         self._job.world.all_reduce_sum(total)
         loss = float(total) / int(self._denominator)
-        self._guards.look()  # the host has waited for the device: all losses of this rank are there
+        self._guards.look()  # free: the host has just waited, so all losses of this rank are known
         return loss
 
     @property

@@ -1,8 +1,9 @@
-"""Values per token, from a step's ranks to whole sequences and back: log-probabilities of one pass for another.
+"""Per-token values, gathered from ranks to whole sequences and scattered back: one pass's log-probabilities for
+another.
 
-Passes over one rollout have separate plans, so a rank rarely holds the same tokens twice. The values of a
-pass are collected as one tensor per row, and the next pass takes its parts of those. A value has the index of the token
-that predicts, like its label: the last one of each sequence has no meaning.
+Passes over one rollout have separate plans, so a rank rarely holds the same tokens twice. `collect` gathers the values
+of a pass as one tensor per manifest row, and the next pass takes its shards with `part_of`. A value has the index of
+the predicting token, like its label, so the last value of each sequence is meaningless.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from fcp_cli.runtime.communication.world import World, gather_rows, gather_words
 from fcp_cli.runtime.layouts.layout import ShardLayout
 from fcp_cli.runtime.loss.labels import IGNORED
 
-_BLOCK_TOKENS = 1024  # whose logits are held in fp32 at a time
+_BLOCK_TOKENS = 1024  # tokens whose logits are held in fp32 at a time
 
 
 def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label, in at least fp32; 0 if a token has none.
+    """Return the log-probability of each label, in at least fp32; 0 for tokens without a label.
 
     Args:
         logits: [1, tokens, vocabulary].
@@ -38,11 +39,11 @@ def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def part_of(values: Mapping[int, Tensor], row: MicroBatch, layout: ShardLayout, member: int) -> Tensor:
-    """Return [1, tokens, ...] the values of the tokens that a rank holds of a micro-batch; 0 for a rank with none.
+    """Return the values [1, tokens, ...] of a rank's tokens of a micro-batch; one 0 for a rank without tokens.
 
     Args:
         values: manifest row -> [length, ...].
-        row, layout, member: the micro-batch, and the rank's place in it.
+        row, layout, member: the micro-batch, its layout, and the rank's index in it.
     """
     for sequence, length in zip(row.sequences, row.lengths, strict=True):
         found = values.get(sequence)
@@ -63,16 +64,17 @@ def collect(
     *,
     fault: str = "",
 ) -> dict[int, Tensor]:
-    """Gather values per token on every rank: manifest row -> [length]. Every rank calls it.
+    """Gather per-token values on every rank: manifest row -> [length]. Every rank calls it.
 
     Args:
         world: all ranks.
-        parts: values of this rank's micro-batches: the row, its layout, the rank's index in it, and [1, tokens] values.
+        parts: per micro-batch of this rank: its row, its layout, the rank's index in it, and [1, tokens] values.
         device: device of the exchange and of the result.
-        fault: reason why this rank has no parts, if it has none.
+        fault: error on this rank, if it has no parts because of one.
     """
     fault = fault or _fault(parts)
-    # Rank 0 of each ring sends its sequences; then all put their tokens at their places, and the rest is zero.
+    # # Member 0 of each ring announces its sequences. Then every rank fills in its tokens of a zero tensor, and a sum
+    # joins them.
     told = [
         (sequence, length)
         for row, _, member, _ in parts
@@ -88,7 +90,7 @@ def collect(
     for sequence, length in table.tolist():
         offsets[sequence] = (total, total + length)
         total += length
-    # Of all ranks: the values of an idle rank may have another type.
+    # # Agree over all ranks, since the values of an idle rank may have another data type.
     flat = torch.zeros(
         total, dtype=torch.float64 if any(double for double, _ in facts) else torch.float32, device=device
     )
@@ -102,7 +104,7 @@ def collect(
 
 
 def _fault(parts: Sequence[tuple[MicroBatch, ShardLayout, int, Tensor]]) -> str:
-    """Return the error of this rank's values, or ""."""
+    """Return a description of the first micro-batch whose values do not match this rank's tokens, or ""."""
     for row, layout, member, values in parts:
         if values.numel() != max(layout.tokens(member), 1):
             return (
