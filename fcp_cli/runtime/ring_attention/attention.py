@@ -1,17 +1,17 @@
 """Ring attention over any ranks, any degree and any sequence lengths.
 
-Each micro-batch has its `Ring`, on which the members of its group run the two passes of `passes`.
+The members of a micro-batch's group run the two passes of `passes` on its `Ring`.
 
-Shapes. T tokens of this member, H query heads, G key/value heads (H is a multiple of G), D head size, d degree:
+Shapes, with T tokens of this member, H query heads, G key/value heads (H is a multiple of G), head size D and degree d:
 
     attention        q [1, H, T + padding, D]      k, v [1, G, T + padding, D]
     the two passes   q, out [T, H, D]              k, v [T, G, D]            lse [T, H]
-    on the way       [2, T of the source, G, D]: keys and values; then dk and dv of another source, in one message
+    messages         [2, T of the source, G, D]: keys and values; then dk and dv of another source, in one message
 
-Heads of values, and with them those of `out`, may have another size than D (latent attention).
+Heads of v and out may have a size other than D (latent attention).
 
-If u members share the heads, the last two have the tokens of all u, H / u query heads, and G / u key/value heads or
-one.
+With Ulysses degree u, kernels and messages have the tokens of all u members, H / u query heads, and max(1, G / u)
+key/value heads.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ def attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute causal attention over the micro-batch's pack, of which each member of the ring holds a shard.
+    """Compute causal attention over the micro-batch's pack, which is sharded over the ring's members.
 
-    Collective over the ring's members, and so is its backward. Every sequence attends to itself only.
+    Collective over the ring's members, and so is its backward. Tokens attend within their own sequence only.
 
     Args:
-        q: [1, H, tokens, D], the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond
-            `ring.tokens` are padding: they give zeros and get zero gradients.
+        q: [1, H, tokens, D], the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond `ring.tokens`
+            are padding: their output and gradients are zero.
         k, v: [1, G, tokens, D]; H is a multiple of G. The heads of v may have another size, Dv.
-        ring: the micro-batch's ring; by default the one in `current_ring`. Pass it if activations are recomputed.
-        scale: factor on the scores; 1 / sqrt(D) by default.
-        window: tokens that a token attends to, itself among them; None for all before it. The same on all members.
-        sinks: [H] a learned logit per head that enters the softmax's denominator only, or None.
-            Its gradient is of the member's own tokens, like that of any weight.
-        softcap: scores s become softcap * tanh(s / softcap), as in Gemma 2; None: they stay. Plain matrix products
-            compute it, on the CPU, and in fp32 and fp64 elsewhere.
+        ring: the micro-batch's ring; defaults to `current_ring`. Pass it if activations are recomputed.
+        scale: factor on the scores; defaults to 1 / sqrt(D).
+        window: tokens that a token attends to, itself included, or None for all before it. The same on all members.
+        sinks: [H] learned logit per head that only enters the softmax's denominator, or None. Its gradient covers the
+            member's own tokens, like that of any weight.
+        softcap: maps scores s to softcap * tanh(s / softcap), as in Gemma 2; None disables it. Computed by plain matrix
+            products on the CPU, and elsewhere in fp32 and fp64.
 
     Returns:
-        [1, H, tokens, Dv], in the autocast type if autocast is on, as scaled_dot_product_attention gives it.
+        [1, H, tokens, Dv]; in the autocast type under autocast, as from scaled_dot_product_attention.
 
     Raises:
         RunError: no ring, a shape that does not fit the ring, or a call inside backward without an explicit ring.
     """
     spec = AttentionSpec(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
-    # Autocast has no rule for our operator, so its inputs are cast before it, inside the graph.
+    # # Autocast has no rule for our operator, so cast its inputs explicitly, inside the graph.
     if torch.compiler.is_compiling():
         q, k, v = _autocast(q, k, v)
         return attend_compiled(q, k, v, ring, spec, sinks)
     stage = attention_stage.get()
-    if stage is None:  # as `staged_attention` does, but a plain forward enters no other file here
+    if stage is None:  # as `staged_attention`, inlined: a plain forward must not enter another file here
         return _attend(q, k, v, ring, spec, sinks)
     return stage.attend(lambda: _attend(q, k, v, ring, spec, sinks))
 
@@ -89,7 +89,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, spec: AttentionS
 class RingAttention(torch.autograd.Function):
     """`attention` as an autograd node.
 
-    The node keeps its ring: by the time backward runs, another micro-batch may be the current one.
+    The node keeps its ring, since another micro-batch may be current when backward runs.
     """
 
     @staticmethod
@@ -105,7 +105,7 @@ class RingAttention(torch.autograd.Function):
         own = (pack(q, ring.tokens), pack(k, ring.tokens), pack(v, ring.tokens))
         out, kept = drive(group_forward(ring, *own, spec, sinks))
         ctx.ring, ctx.spec, ctx.padded, ctx.kv_heads = ring, spec, q.shape[2], k.shape[1]
-        # Not as attributes: hooks of saved tensors (checkpointing, offloading) see these alone.
+        # # Not as attributes: saved-tensor hooks (checkpointing, offloading) only see saved tensors.
         ctx.save_for_backward(*kept, sinks)
         return unpack(out, q.shape[2])
 
@@ -120,7 +120,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast does for attention of PyTorch, which never casts fp64."""
+    """Cast as autocast does for PyTorch's attention: fp64 is never cast."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -135,9 +135,9 @@ def _attention_outside(
     spec: AttentionSpec,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend without a plan, to q [B, H, tokens, D] and k and v [B, G, tokens, D] of whole sequences.
+    """Attend outside a plan: q [B, H, tokens, D], k and v [B, G, tokens, D] of whole sequences.
 
-    Windows and sinks are given to PyTorch's attention as a mask, whose size is the square of the tokens.
+    Windows and sinks become a mask for PyTorch's attention, so memory grows with the square of the tokens.
     """
     scale, window, softcap = spec
     if window is None and sinks is None and softcap is None:
@@ -150,7 +150,7 @@ def _attention_outside(
     mask = torch.zeros(tokens, tokens, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
     if softcap is not None:
         return _capped(q, k, v, mask, scale, softcap, sinks)
-    if sinks is not None:  # a key of zeros, whose score is the sink
+    if sinks is not None:  # a key of zeros whose mask value is the sink's logit
         k, v = (functional.pad(tensor, (0, 0, 0, 1)) for tensor in (k, v))
         column = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, tokens, 1)
         mask = torch.cat((mask.expand(len(sinks), -1, -1), column), dim=-1)
@@ -160,11 +160,11 @@ def _attention_outside(
 def _capped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attend with scores that have a soft cap, as plain matrix products."""
+    """Attend with soft-capped scores, by plain matrix products."""
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
     scores = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap + mask
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(q.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
-    # The sink's column ends here: it has a weight, but no value.
+    # # Drop the sink's column: it has a weight, but no value.
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return weights @ v

@@ -1,6 +1,6 @@
-"""Attention as operators of a compiled graph.
+"""Attention as custom operators of a compiled graph.
 
-A graph takes a ring by its handle, a tensor, so that one graph serves all rings.
+A graph receives its ring as a handle in a tensor, so that one graph serves all rings.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from fcp_cli.runtime.ring_attention.passes import exchanged_again, group_backwar
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, SavedForBackward, implicit_ring, ring_of_handle
 from fcp_cli.runtime.ring_attention.rows import pack, unpack
 
-# Handle of the ring that is current when a compiled graph runs.
+# # Stands for the ring that is current when the compiled graph runs.
 _CURRENT = torch.tensor(-1, device="cpu")
 
 
 def attend_compiled(
     q: Tensor, k: Tensor, v: Tensor, ring: Ring | None, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Compute `attention` as one operator of a graph: torch.compile must not trace a ring or its hops.
+    """Compute `attention` as one custom operator, so that torch.compile traces neither the ring nor its hops.
 
-    The ring is given by its handle, a tensor, so that a graph serves all rings. A ring lives as long as its step.
+    A ring lives as long as its step; backward must run before that.
     """
     handle = _CURRENT if ring is None else ring.handle
     out: Tensor = _attention_operator(q, k, v, sinks, handle, spec.scale, spec.window, spec.softcap)[0]
@@ -43,17 +43,17 @@ def _attention_operator(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output like q, lse [padded, H], and the handle of the ring that it ran on."""
+    """Return the output (shaped like q, with v's head size), lse [padded, H], and the handle of the ring used."""
     number = int(handle)
     ring = implicit_ring() if number < 0 else ring_of_handle(number)
     ring.check_call(q, k, v, window, sinks)
     tokens, padded = ring.tokens, q.shape[2]
     own = (pack(q, tokens), pack(k, tokens), pack(v, tokens))
     out, kept = drive(group_forward(ring, *own, AttentionSpec(scale, window, softcap), sinks))
-    # Padded like q, since sizes in a graph may not depend on the ring.
+    # # Padded like q, since sizes in a graph must not depend on the ring.
     full_lse = kept.lse.new_zeros(padded, q.shape[1])
     full_lse[:tokens] = drive(lse_of_tokens(ring, kept, heads=q.shape[1]))
-    # A clone: an operator may not return one of its inputs.
+    # # A clone, since an operator must not return one of its inputs.
     return unpack(out.contiguous(), padded), full_lse, ring.handle.clone()
 
 
@@ -71,17 +71,17 @@ def _attention_backward_operator(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and sinks, that of sinks empty if there are none."""
+    """Return the gradients of q, k, v and sinks; that of sinks is empty if there are none."""
     ring = ring_of_handle(int(handle))
     ring.begin_backward()
     tokens = ring.tokens
     own = SavedForBackward(pack(q, tokens), pack(k, tokens), pack(v, tokens), pack(out, tokens), lse[:tokens])
-    # Saved tensors have the sizes of the graph; those that a set exchanges follow from the ring.
+    # # The graph saves own tokens only: their number is fixed, but that of the exchanged tensors depends on the ring.
     kept, grad = drive(exchanged_again(ring, own)), pack(grad_out, tokens)
     spec = AttentionSpec(scale, window, softcap)
     grads = drive(group_backward(ring, grad, kept, spec, sinks, kv_heads=k.shape[1]))
     dq, dk, dv = (unpack(grad.contiguous(), q.shape[2]) for grad in grads[:3])
-    # By its schema the operator returns four tensors, never None.
+    # # The operator's schema requires four tensors, so None becomes an empty one.
     return dq, dk, dv, q.new_empty(0) if grads.sinks is None else grads.sinks
 
 
@@ -103,7 +103,7 @@ def _(
 def _like_packed(batched: Tensor, head_dim: int | None = None) -> Tensor:
     """Return an empty [1, H, padded, D] with the strides that `unpack` gives a contiguous tensor.
 
-    Kernels may keep the strides of their inputs: rotations of a part of each head put heads first.
+    `empty_like` will not do: it keeps q's strides, which are heads-first after partial rotary embeddings.
     """
     _, heads, padded, own = batched.shape
     return batched.new_empty(padded, heads, head_dim or own).transpose(0, 1).unsqueeze(0)

@@ -1,6 +1,6 @@
-"""The context of a micro-batch: labels, images, caches and guards of its forward and backward.
+"""Context of a micro-batch: labels, images, caches and checks of its forward and backward.
 
-A session fills it in; layers find it at `ring.context`. A ring that is made by hand has an empty one.
+A session fills it in, and layers read it at `ring.context`. A ring made by hand has an empty one.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class MicroBatchContext:
-    """The context of one micro-batch on one rank.
+    """Context of one micro-batch on one rank.
 
     Attributes:
-        place: step, micro-batch and rank, for messages; "" without a step.
-        labels: the labels of this member's tokens, for a model that computes its loss itself, or None.
+        place: step, micro-batch and rank, for messages; "" outside a step.
+        labels: labels of this member's tokens, for a model that computes its own loss, or None.
         visuals: this member's part of the pack's images and videos, or None.
-        encoder_ahead: encodes on a rank that does nothing else, or None.
-        encoder_calls: runs of a vision encoder so far.
-        model_tokens: tokens that the model must be called with, padding included, or None for any number.
-        forward_calls: forwards of layers that mix tokens so far, recomputed ones excluded.
-        backward_calls: their backwards so far.
-        most_forwards, most_backwards: the most that the loop ran in an earlier micro-batch; 0 allows any number.
-        backward_forbidden: why a backward must not run now, since ranks would wait for each other, or "".
-        loss_missing: why a backward must not run before that of the micro-batch's own loss, or "".
-        begin_pass: compares the kind and the number of a pass with those of the other ranks, or None.
+        encoder_ahead: encoder runs of a dedicated encoder rank, or None on other ranks.
+        encoder_calls: number of vision encoder runs so far.
+        model_tokens: number of tokens the model must be called with, padding included, or None for any number.
+        forward_calls: number of forwards of token-mixing layers so far, without recomputed ones.
+        backward_calls: number of their backwards so far.
+        most_forwards, most_backwards: maximum of these counts in an earlier micro-batch; 0 allows any number.
+        backward_forbidden: reason why a backward would deadlock now, or "".
+        loss_missing: reason why no backward may run before that of the micro-batch's own loss, or "".
+        begin_pass: compares the kind and number of a pass with those of the other ranks, or None.
     """
 
     place: str = ""
@@ -53,8 +53,8 @@ class MicroBatchContext:
     begin_pass: Callable[[str, int], None] | None = None
 
     def begin_forward(self, tokens: int, *, degree: int, attention_calls: int) -> None:
-        """Count a forward of a layer that mixes tokens; raise RunError if it must not run."""
-        if self.backward_forbidden:  # a recomputation, which would otherwise fail with hops under way
+        """Count a forward of a token-mixing layer; raise RunError if it must not run."""
+        if self.backward_forbidden:  # a recomputation, which would otherwise fail with hops in flight
             raise RunError(self.backward_forbidden)
         if torch._C._current_graph_task_id() == -1:  # -1 outside backward: not a recomputation
             self.forward_calls += 1
@@ -68,14 +68,14 @@ class MicroBatchContext:
             )
 
     def begin_backward(self, *, degree: int) -> None:
-        """Count a backward of a layer that mixes tokens; raise RunError if it must not run."""
+        """Count a backward of a token-mixing layer; raise RunError if it must not run."""
         if self.backward_forbidden or self.loss_missing:
             raise RunError(self.backward_forbidden or self.loss_missing)
         self.backward_calls += 1
         self._require_expected(self.backward_calls, self.most_backwards, "backward", degree)
 
     def _require_expected(self, calls: int, most: int, kind: str, degree: int) -> None:
-        # A pass more than in earlier micro-batches: the other members may not run it, and would never answer.
+        # # One pass more than in earlier micro-batches: the other members may not run it, and this one would hang.
         if most and calls > most and degree > 1:
             raise RunError(
                 f"{self.place}: the {kind} of attention runs more often than in the micro-batches before ({most} "

@@ -1,7 +1,7 @@
-"""Operators that make one pass over memory instead of torch's several: on CUDA, by Triton.
+"""Fused Triton operators for CUDA: one pass over memory instead of torch's several.
 
-They are registered with torch under `fcp::`, so that profiles name them, and meta tensors can count them where neither
-triton nor a GPU is there. `fused_rows` says whether a device has them; elsewhere `rows.py` uses torch's own.
+They are registered under `fcp::`, so that profiles name them and meta tensors can trace them without triton or a GPU.
+`fused_rows` tells whether a device has them; elsewhere `rows.py` falls back to torch operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCHEMAS = {
 
 @lru_cache(maxsize=8)
 def fused_rows(device_type: str) -> bool:
-    """Return whether the operators run on a kind of device: on CUDA with triton, unless FCP_TRITON=0 forbids it."""
+    """Return whether a device type has the operators: CUDA with triton installed, unless FCP_TRITON=0."""
     return device_type == "cuda" and os.environ.get(_VARIABLE) != "0" and find_spec("triton") is not None
 
 
@@ -43,38 +43,38 @@ def merge_rows(
     part: Tensor,
     part_lse: Tensor,
 ) -> None:
-    """Merge partial results, as `rows.merge`.
+    """Merge partial results; see `rows.merge`.
 
     Args:
         source, into, also: [T, H, D] contiguous.
-        lse: [T, H] fp32, with any strides.
-        positions: [n] int64, the rows that take part, each once; None: the first n.
+        lse: [T, H] fp32, any strides.
+        positions: [n] int64 distinct rows to merge into, or None for the first n.
         part: [n, H, D]
-        part_lse: [n, H] fp32, with any strides.
+        part_lse: [n, H] fp32, any strides.
     """
     torch.ops.fcp.merge_rows(source, into, also, lse, positions, part, part_lse)
 
 
 def add_rows(source: Tensor, into: Tensor, also: Tensor | None, positions: Tensor | None, share: Tensor) -> None:
-    """Add rows, as `rows.add`, in fp32; arguments as in `merge_rows`, `share` [n, H, D]."""
+    """Add `share` [n, H, D] to rows in fp32; see `rows.add` and, for the other arguments, `merge_rows`."""
     torch.ops.fcp.add_rows(source, into, also, positions, share)
 
 
 def add_pair_rows(total: Tensor, positions: Tensor | None, first: Tensor, second: Tensor) -> None:
-    """Add two shares, as `rows.add_pair`, in fp32: `total` [2, T, G, D] with contiguous halves, shares [n, G, D]."""
+    """Add two shares [n, G, D] in fp32; see `rows.add_pair`. `total` is [2, T, G, D] with contiguous halves."""
     torch.ops.fcp.add_pair_rows(total, positions, first, second)
 
 
 def take_rows(
     first: Tensor, second: Tensor, third: Tensor, lse: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gather rows of three tensors [T, H, D] and of lse [T, H], whose rows come out as a view of [H, n]."""
+    """Gather rows of three tensors [T, H, D] and of lse [T, H]; the gathered lse is a view of [H, n]."""
     taken: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.fcp.take_rows(first, second, third, lse, positions)
     return taken
 
 
 def _launch(name: str) -> Any:
-    """Return the CUDA implementation of an operator; its first call imports triton."""
+    """Return the CUDA implementation of an operator, which imports triton at its first call."""
 
     def run(*args: Any) -> Any:
         return getattr(importlib.import_module("fcp_cli.runtime.ring_attention.triton_rows"), name)(*args)
@@ -91,7 +91,7 @@ def _taken_shapes(
 
 
 def _define(library: Any) -> Any:
-    """Define the operators, for CUDA and for meta tensors; they last as long as the library that is returned."""
+    """Define the operators for CUDA and meta tensors; they exist as long as the returned library."""
     for name, schema in _SCHEMAS.items():
         library.define(name + schema)
         library.impl(name, _launch(name), "CUDA")

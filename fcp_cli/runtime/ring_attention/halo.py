@@ -1,21 +1,21 @@
-"""Halo exchange: send every chunk of a shard the rows around it, and return their gradients to their owners.
+"""Halo exchange: receive the rows around every chunk of a shard, and return their gradients to their owners.
 
-A layer that looks back a few tokens, as attention in windows does, needs the last rows before each of a member's
-chunks, its *halo*, and not the rest of the pack. If a mask lets a span of tokens see itself both ways, it needs the
-span's rows after the chunk, too. Consecutive chunks are held by neighbours in the ring, so a halo comes from there,
-over the ring's own connections: in round n every member sends the next one the rows that it needs of the member n
-places before, then the previous one the rows that it needs of the member n places behind.
+A layer that looks back a few tokens, such as sliding-window attention, needs the last rows before each of a member's
+chunks, its *halo*, but not the rest of the pack. If a mask lets a span of tokens attend bidirectionally, the halo
+includes the span's rows after the chunk. Consecutive chunks are held by ring neighbours, so halos use the ring's own
+connections: in round n every member sends the next member the rows that it needs from the member n places before it,
+then the previous member those from the member n places behind it.
 
     front chunks  0 -> 1 -> .. -> d-1         back chunks  d -> d+1 -> .. -> 2d-1
     members       0 -> 1 -> .. -> d-1                      d-1 -> d-2 -> .. -> 0
 
-If chunks are shorter than the halo, a second round passes on the rows of the first, and so forth. Members between a row
-and its reader hold chunks between them and need the row, too, so each row arrives once, and no row without a reader.
-Masks are the exception: they cut sequences so short that a member may only pass rows on.
-Backward goes through the rounds from the last to the first, the other way, and sums gradients as they come by.
+If chunks are shorter than the halo, a second round forwards the rows of the first, and so on. Members between a row's
+owner and its reader hold chunks in between and read the row, too, so each row arrives once, and only where it is read.
+Masks are the exception: they may cut sequences so short that a member only forwards rows. Backward runs the rounds in
+reverse order and direction, and sums gradients on the way.
 
-All sizes follow from the layout. Every round is a batch of one send and one receive for fronts and then one for backs,
-the same on all members, so the order stays common (`transport`).
+All sizes follow from the layout. Every round is one send and one receive for fronts, then one of each for backs, in the
+same order on all members, so it cannot deadlock (`transport`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from fcp_cli.runtime.ring_attention.rows import add_to_rows, rows_at, take
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HaloMessage:
-    """One batch of a round, as one member sees it.
+    """One send and receive of a round, as seen by one member.
 
     Attributes:
-        to, source: places in the ring; its two ends have no neighbour outside.
-        is_own: whether the rows sent are the member's own; else it received them in an earlier round.
-        sent: indices of these rows; None for none.
-        num_sent: how many.
-        received: (start, stop) among the rows that the member receives; empty for none.
+        to, source: index of the receiver and of the sender in the ring; they do not wrap around.
+        is_own: whether the sent rows are the member's own; else it received them in an earlier round.
+        sent: indices of the sent rows, or None if there are none.
+        num_sent: number of sent rows.
+        received: (start, stop) of this message among all rows that the member receives; may be empty.
     """
 
     to: int
@@ -58,22 +58,22 @@ class HaloMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Halo:
-    """The halo of one ring member: the rows of others that it reads. Get it from `halo_of`, which caches.
+    """Halo of one ring member: the rows of other members that it reads. Get it from `halo_of`, which caches.
 
-    A *run* is a member's rows of a sequence that lie on end there: a chunk, or the two in the middle together.
+    A *run* is a maximal range of consecutive tokens of a sequence on a member: a chunk, or its two chunks if adjacent.
 
     Attributes:
-        index: the member's place in the ring.
-        tokens: rows that it holds.
-        received: rows that it gets from others.
-        rounds: messages, in the order of issue.
-        firsts: [runs] where each run starts in the member's buffer.
-        sizes: [runs] rows of each.
-        sequences, starts: [runs] the sequence of each, and where in it the run starts.
-        counts: [runs] rows that each looks back at; fewer than the reach at the start of a sequence.
-        before: [sum(counts)] where these lie, in order, in a buffer of the member's rows and, behind, those received.
-        aheads: [runs] rows behind each that its last token sees by the sequence's mask.
-        after: [sum(aheads)] where these lie, as `before`.
+        index: the member's index in the ring.
+        tokens: number of rows it holds.
+        received: number of rows it receives.
+        rounds: messages of each round, in the order of issue.
+        firsts: [runs] start of each run in the member's buffer.
+        sizes: [runs] rows of each run.
+        sequences, starts: [runs] sequence of each run, and its start position there.
+        counts: [runs] rows that each run looks back at; below the reach near the start of a sequence.
+        before: [sum(counts)] positions of these rows in a buffer of the member's rows followed by those received.
+        aheads: [runs] rows behind each run that its last token sees by the sequence's mask.
+        after: [sum(aheads)] positions of these rows, as in `before`.
     """
 
     index: int
@@ -92,24 +92,24 @@ class Halo:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def halo_of(layout: RingLayout, index: int, reach: int) -> Halo:
-    """Return the halo of member `index` of a ring, if each token reads the `reach` tokens before it.
+    """Return the halo of member `index` of a ring if each token reads the `reach` tokens before it.
 
     Args:
-        layout: the layout of the ring: `ShardLayout.ring` of a group's.
-        index: place in the ring.
-        reach: rows, >= 0.
+        layout: layout of the ring; for a group, its `ShardLayout.ring`.
+        index: index in the ring.
+        reach: number of rows, >= 0.
     """
     return HaloRoutes(layout, reach).halo(index)
 
 
 class FetchedRows:
-    """A forward exchange, whose first round is under way once this is made.
+    """Forward halo exchange; construction starts its first round.
 
     Args:
-        kind: name of the messages, for records and errors.
-        halo: this member's part.
+        kind: message name for records and errors.
+        halo: halo of this member.
         channel: messages between the members of the ring.
-        tensors: [tokens, n, ...] each, of one type; a message has the rows of all.
+        tensors: [tokens, n, ...] each, of one data type; a message carries the rows of all.
     """
 
     def __init__(self, kind: str, halo: Halo, channel: GroupChannel, *tensors: Tensor) -> None:
@@ -144,7 +144,7 @@ class FetchedRows:
             sent = None if message.sent is None else self._sent(message, message.sent)
             start, stop = message.received
             received = self._received[start:stop] if stop > start else None
-            # A tensor must live until it has been sent.
+            # # Keep `sent` alive until it has been sent.
             handle = self._channel.start(self._kind, sent, message.to, received, message.source)
             under_way.append((handle, sent))
         return under_way
@@ -157,7 +157,7 @@ class FetchedRows:
 
 
 class ReturnedRows:
-    """The backward of an exchange, whose first round is under way once this is made.
+    """Backward halo exchange; construction starts its first round.
 
     Args:
         kind, halo, channel: see `FetchedRows`.
@@ -173,7 +173,7 @@ class ReturnedRows:
     def add_to(self, own: Tensor) -> Waits[None]:
         """Add the gradients from other members to those [tokens, width] of the own rows, in place.
 
-        Run the remaining rounds of the exchange; yield the handles it waits for.
+        Run the remaining rounds of the exchange; yield the handles to wait for.
         """
         for number in range(self._last, -1, -1):
             if number < self._last:
@@ -202,7 +202,7 @@ def _messages(halo: Halo, number: int) -> tuple[HaloMessage, ...]:
 
 
 class HaloRoutes:
-    """Which rows of a pack travel to which member in which round."""
+    """Routing of halo rows: which rows travel to which member in which round."""
 
     def __init__(self, layout: RingLayout, reach: int) -> None:
         self._layout, self._reach = layout, reach
@@ -222,19 +222,19 @@ class HaloRoutes:
         needed = self._needed_near(index)
         for number in range(1, max((abs(rows.distances).max(initial=0) for rows in needed.values()), default=0) + 1):
             batches = []
-            # Rows of earlier members travel up the ring, those of later members down.
+            # # Rows of earlier members travel up the ring, those of later members down it.
             for step in (1, -1):
                 arrives = needed[index].from_afar(step * number)
                 leaves = needed[index + step].from_afar(step * number) if index + step in needed else arrives[:0]
                 if not arrives.size and not leaves.size:
-                    continue  # both ends know from the layout, and some back ends cannot send nothing
+                    continue  # both ends know this from the layout, and some back ends reject empty messages
                 places = _positions(leaves, own, *received)
                 batches.append(
                     HaloMessage(
                         to=index + step,
                         source=index - step,
-                        # One owner, `number` - 1 places behind: this member in round 1, later one whose rows came in
-                        # the round before.
+                        # # All rows have one owner, `number` - 1 places behind: this member in round 1, later one whose
+                        # rows came in the round before.
                         is_own=not places.size or bool(places[0] < own.size),
                         sent=_rows_or_none(places, own.size),
                         num_sent=places.size,
@@ -261,12 +261,12 @@ class HaloRoutes:
         )
 
     def _needed_near(self, index: int) -> dict[int, _Needed]:
-        """Return the rows that a member and its neighbours need; both ends of a message compute them alike."""
+        """Return the rows that a member and its neighbours receive; both ends of a message compute the same."""
         degree = self._layout.degree
         near = [member for member in (index - 1, index, index + 1) if 0 <= member < degree]
-        if not self._layout.masks:  # members between a row and its reader read it, too
+        if not self._layout.masks:  # every member between a row's owner and its reader reads the row, too
             return {member: self._needed(member) for member in near}
-        # A member that holds nothing of a short stretch passes on rows that others read beyond it.
+        # # A member without tokens of a short stretch forwards rows that others read beyond it.
         looked = [self._needed(member) for member in range(degree)]
         rows = {member: [looked[member].rows] for member in near}
         for member, (other, of) in product(near, enumerate(looked)):
@@ -275,12 +275,12 @@ class HaloRoutes:
         return {member: self._from_others(member, np.unique(np.concatenate(parts))) for member, parts in rows.items()}
 
     def _needed(self, member: int) -> _Needed:
-        """Return the rows of others that a member reads."""
+        """Return the rows of other members that a member reads."""
         runs = self._runs(member)
         return self._from_others(member, np.unique(np.concatenate((self._before(runs), self._after(runs)))))
 
     def _from_others(self, member: int, rows: IntArray) -> _Needed:
-        # A row's chunk is the last one that starts no later.
+        # # A row belongs to the last chunk that starts at or before it.
         owners = self._members[np.searchsorted(self._starts, rows, side="right") - 1]
         others = owners != member
         return _Needed(rows[others], member - owners[others])
@@ -291,7 +291,7 @@ class HaloRoutes:
         return ranges(self._bases[runs.sequences] + runs.starts - counts, counts)
 
     def _after(self, runs: Runs) -> IntArray:
-        """Return the rows of the pack that masks let runs see behind their last."""
+        """Return the rows of the pack behind each run's last row that masks let it see."""
         return ranges(self._bases[runs.sequences] + runs.starts + runs.sizes, self._aheads(runs))
 
     def _aheads(self, runs: Runs) -> IntArray:
@@ -306,7 +306,7 @@ class HaloRoutes:
         return counts
 
     def _runs(self, index: int) -> Runs:
-        """Return a member's runs: chunks that lie on end are one."""
+        """Return a member's runs; adjacent chunks are merged."""
         runs = self._layout.runs(index)
         runs = Runs(*(values[runs.sizes > 0] for values in runs))
         follows = np.zeros(len(runs.sizes), dtype=np.bool_)
@@ -318,26 +318,26 @@ class HaloRoutes:
 
 
 class _Needed(NamedTuple):
-    """Rows of the pack that a member gets, ascending, and how many places before it their owner is."""
+    """Rows of the pack that a member receives, ascending, and their owners' distances (positive if before it)."""
 
     rows: IntArray
     distances: IntArray
 
     def from_afar(self, places: int) -> IntArray:
-        """Return the rows of the member so many places before, or behind."""
+        """Return the rows whose owner is `places` before this member (negative: behind it)."""
         rows: IntArray = self.rows[self.distances == places]
         return rows
 
 
 def ranges(starts: IntArray, sizes: IntArray) -> IntArray:
-    """Return [sum(sizes)] the numbers of each range on end."""
+    """Return [sum(sizes)] the concatenated ranges start .. start + size - 1."""
     offsets = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
     ranges: IntArray = np.arange(int(sizes.sum()), dtype=np.int64) + offsets
     return ranges
 
 
 def _positions(wanted: IntArray, *held: IntArray) -> IntArray:
-    """Return the positions of rows of the pack in a buffer that holds some of them."""
+    """Return the positions of the wanted rows in the concatenation of `held`."""
     rows = np.concatenate(held)
     order = np.argsort(rows)
     found: IntArray = order[np.searchsorted(rows, wanted, sorter=order)] if wanted.size else wanted

@@ -1,18 +1,18 @@
-"""The two passes of attention on any group, for every layout.
+"""Forward and backward of attention on any group, for every layout.
 
-Keys and values go around a ring (`ring_passes`). Attention in sliding windows runs no ring, but sends each chunk the
-rows before it (`windows`). Learned sinks enter when all of a row's keys have. If sets of members share the heads
-(`shared_heads`), the members of a set exchange tokens for heads, and those of one place in all sets run a ring for
-their part of the heads.
+Keys and values travel around a ring (`ring_passes`). Sliding-window attention needs no ring: each chunk receives the
+rows before it (`windows`). Learned sinks are added once all keys of a row are merged. With a Ulysses degree above 1
+(`shared_heads`), the members of each Ulysses group exchange tokens for heads. Members with the same index in all
+Ulysses groups then run a ring for their heads.
 
-A sink is a learned logit per head in the softmax's denominator, without key and value. Kernels need
-not know of it. With s of a head and the lse and output of only its keys,
+A sink is a learned logit per head in the softmax's denominator, without key and value, which kernels need not support.
+With logit s of a head, and lse and out over its keys only,
 
     lse' = logaddexp(lse, s),    out' = out exp(lse - lse'),
 
-and a backward that is given lse' and out' computes with the weights P' = exp(scores - lse') and sum(dout out') of each
-row, as it should: dq, dk and dv are exact. The gradient of s is that of a key whose weight is exp(s - lse') and whose
-value is zero: - exp(s - lse') sum(dout out'), summed over rows.
+and a backward given lse' and out' computes with the weights P' = exp(scores - lse') and sum(dout out') of each row, so
+that dq, dk and dv are exact. The gradient of s is that of a key with weight exp(s - lse') and value zero: - exp(s -
+lse') sum(dout out'), summed over rows.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def group_forward(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Waits[tuple[Tensor, SavedForBackward]]:
-    """Run the forward of one member of any group; yield the handles it waits for.
+    """Run the forward of one member of any group; yield the handles to wait for.
 
     Args:
-        member: its view of the group.
+        member: the member's view of the group.
         q, k, v: [T, H, D], [T, G, D] and [T, G, Dv], T = member.tokens.
         spec: settings of the layer's attention.
-        sinks: [H] a logit for each head, to which no key belongs, or None.
+        sinks: [H] learned logit per head, or None.
 
     Returns:
-        out [T, H, Dv] in the type of q, and the tensors that `group_backward` needs.
+        out [T, H, Dv] in the type of q, and the tensors to save for `group_backward`.
     """
     if member.heads_degree == 1:
         out, lse = yield from _forward(member, q, k, v, spec, sinks)
@@ -70,7 +70,9 @@ def _forward(
 
 
 class Gradients(NamedTuple):
-    """Gradients of attention: dq [T, H, D], dk [T, G, D], dv [T, G, Dv], and a member's share of that of sinks [H]."""
+    """Gradients of attention: dq [T, H, D], dk [T, G, D], dv [T, G, Dv], and a member's share of the sinks' gradient
+    [H].
+    """
 
     q: Tensor
     k: Tensor
@@ -87,13 +89,13 @@ def group_backward(
     *,
     kv_heads: int,
 ) -> Waits[Gradients]:
-    """Run the backward of one member of any group; yield the handles it waits for.
+    """Run the backward of one member of any group; yield the handles to wait for.
 
     Args:
-        member, spec, sinks: the member, description and sinks, as given to `group_forward`.
+        member, spec, sinks: as given to `group_forward`.
         grad_out: [T, H, Dv].
         kept: the tensors that `group_forward` returned.
-        kv_heads: the kv heads of the tensors k and v that `group_forward` was given.
+        kv_heads: number of heads of the k and v given to `group_forward`.
     """
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     if member.heads_degree == 1:
@@ -101,16 +103,17 @@ def group_backward(
             dsinks.copy_(sink_gradients(grad_out, kept.out, kept.lse, sinks))
         return Gradients(*(yield from _backward(member, grad_out, kept, spec)), dsinks)
     exchange, heads = member.head_exchange(), grad_out.shape[1]
-    # Kernels need of `out` only this sum: one number of a row and head is exchanged in place of Dv. See `shared_heads`.
+    # # Kernels only need row sums of grad_out * out: exchange one number per row and head instead of Dv. See
+    # `shared_heads`.
     delta = row_products(grad_out, kept.out)
     (grad_out,) = yield from exchange.to_heads("heads", grad_out)
     (delta,) = yield from exchange.to_heads("delta", delta)
     kept = kept._replace(out=of_products(delta, grad_out))
-    if sinks is not None and dsinks is not None:  # only of its heads; the members of a set add up to all
+    if sinks is not None and dsinks is not None:  # own heads only; the Ulysses group covers all heads
         own = sink_gradients(grad_out, kept.out, kept.lse, member.own_heads(sinks))
         member.own_heads(dsinks).copy_(own)
     grads = _backward(member.ring_of_head_group(), grad_out, kept, spec)
-    # No name here holds the tensors that are sent, so that they are freed before the results are allocated.
+    # # No local name keeps the sent tensors alive, so they are freed before the results are allocated.
     counts = (heads, kv_heads, kv_heads)
     dq, dk, dv = yield from exchange.to_tokens("tokens", *(yield from grads), heads=counts)
     return Gradients(dq, dk, dv, dsinks)
@@ -125,7 +128,7 @@ def _backward(
 
 
 def lse_of_tokens(member: Ring, kept: SavedForBackward, *, heads: int) -> Waits[Tensor]:
-    """Return the lse [T, H] of a member's own tokens, for backwards that do not save the exchanged tensors."""
+    """Return the lse [T, H] of a member's own tokens, for a backward that does not save the exchanged tensors."""
     if member.heads_degree == 1:
         return kept.lse
     (lse,) = yield from member.head_exchange().to_tokens("lse", kept.lse.unsqueeze(-1), heads=(heads,))
@@ -133,9 +136,9 @@ def lse_of_tokens(member: Ring, kept: SavedForBackward, *, heads: int) -> Waits[
 
 
 def exchanged_again(member: Ring, own: SavedForBackward) -> Waits[SavedForBackward]:
-    """Return what `group_forward` saves, from q, k, v, out and lse of the member's own tokens: repeats head exchanges.
+    """Rebuild the tensors that `group_forward` saves from the member's own tokens, by repeating the head exchanges.
 
-    For compiled graphs, which save tensors of the member's own tokens alone; see `lse_of_tokens`.
+    Compiled graphs only save tensors of the member's own tokens; see `lse_of_tokens`.
     """
     if member.heads_degree == 1:
         return own
@@ -146,15 +149,15 @@ def exchanged_again(member: Ring, own: SavedForBackward) -> Waits[SavedForBackwa
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out [T, H, D] and lse [T, H] with sinks [H] added to the softmax of each row; `out` may be changed."""
+    """Return out [T, H, D] and lse [T, H] with sinks [H] in each row's softmax; may change `out` in place."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     kept = (lse - total).exp_().unsqueeze(-1)
-    # In place if no rounding comes between; else rounded once, after the product.
+    # # In place if `out` has the type of lse; else compute in the wider type and round once.
     return (out.mul_(kept) if out.dtype == lse.dtype else (out * kept).to(out.dtype)), total
 
 
 def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return [H] the gradient of sinks, in the type of `lse`, from the results of `with_sinks`.
+    """Return the gradient [H] of the sinks, in the type of `lse`, from the results of `with_sinks`.
 
     Args:
         grad_out, out: [T, H, D].

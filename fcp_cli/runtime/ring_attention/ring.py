@@ -1,4 +1,4 @@
-"""The ring of a micro-batch as one of its members sees it, and the ring that a call of attention runs on."""
+"""Ring of a micro-batch as seen by one of its members, and the current ring of a call to attention."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fcp_cli.runtime.ring_attention.context import MicroBatchContext
 
 
 class AttentionSpec(NamedTuple):
-    """The settings of a layer's attention, the same on all members of a group.
+    """Settings of a layer's attention, the same on all members of a group.
 
     Attributes:
         scale: factor on the scores.
         window: tokens that a token attends to, itself included, or None for all before it.
-        softcap: scores s become softcap * tanh(s / softcap), before sinks, or None.
+        softcap: maps scores s to softcap * tanh(s / softcap), before sinks; None disables it.
     """
 
     scale: float
@@ -34,12 +34,12 @@ class AttentionSpec(NamedTuple):
 
 
 class SavedForBackward(NamedTuple):
-    """Tensors that one call of attention saves for its backward, of the tokens and heads that it attended with.
+    """Tensors that one call of attention saves for backward, with the tokens and heads it attended with.
 
     Attributes:
         q: [T, H, D]
         k, v: [T, G, D] and [T, G, Dv]
-        out: [T, H, Dv], of the member's own tokens and all heads: the model keeps it in any case.
+        out: [T, H, Dv] of the member's own tokens and all heads, which the model keeps in any case.
         lse: [T, H]
     """
 
@@ -50,19 +50,20 @@ class SavedForBackward(NamedTuple):
     lse: Tensor
 
 
-# A compiled graph carries tensors only, so it names its ring by a number. Weak: a ring still ends with its micro-batch.
+# # A compiled graph carries tensors only, so a number identifies its ring. Weak, so that a ring ends with its
+# micro-batch.
 _handles = count()
 _rings: WeakValueDictionary[int, Ring] = WeakValueDictionary()
 
 
 class Ring(RingMember):
-    """The ring of one micro-batch, as one of its members sees it.
+    """Ring of one micro-batch, as seen by one of its members.
 
     Attributes:
-        transport: carries the messages; None is enough for degree 1.
-        grad_dtype: type in which gradients of keys and values travel; see `GradRingDtype`.
-        context: the micro-batch's labels, pictures and checks.
-        handle: 0-d int64 that represents the ring in compiled graphs.
+        transport: messages between ranks; may be None for degree 1.
+        grad_dtype: data type in which gradients of keys and values are sent; see `GradRingDtype`.
+        context: labels, images and checks of the micro-batch.
+        handle: 0-d int64 that identifies the ring in compiled graphs.
     """
 
     __slots__ = ("__weakref__", "_head_group", "context", "grad_dtype", "handle", "transport")
@@ -84,7 +85,7 @@ class Ring(RingMember):
         self._head_group: Ring | None = None
         number = next(_handles)
         _rings[number] = self
-        # On the CPU, where reading the number waits for no kernel.
+        # # On the CPU, so that reading the number synchronizes with no device.
         self.handle = torch.tensor(number, device="cpu")
 
     @property
@@ -94,26 +95,26 @@ class Ring(RingMember):
 
     @property
     def channel(self) -> GroupChannel:
-        """Return the messages between the members of the group."""
+        """Return the message channel between the members of the group."""
         return GroupChannel(self.ranks, self.index, self.transport)
 
     def ring_of_head_group(self) -> Ring:
-        """Return this member's place in the ring of its part of the heads, made once."""
+        """Return this member's view of the ring that attends with its heads; created once."""
         if self._head_group is None:
             shared = self.heads_degree
-            # A set's members are neighbours, so every `shared`-th member has this one's place in its set.
+            # # The members of a Ulysses group are consecutive, so every `shared`-th member has the same heads.
             ranks = self.ranks[self.index % shared :: shared]
             index = self.index // shared
             self._head_group = Ring(self.layout.ring, index, ranks, self.transport, self.grad_dtype, self.context)
         return self._head_group
 
     def own_heads(self, of_all: Tensor) -> Tensor:
-        """Return a view of [H] with the heads that this member attends with."""
+        """Return the slice of [H] with this member's heads, as a view."""
         share = of_all.shape[0] // self.heads_degree
         return of_all.narrow(0, self.index % self.heads_degree * share, share)
 
     def head_exchange(self) -> UlyssesExchange:
-        """Return this member's part in the exchanges of those that share the heads with it."""
+        """Return this member's side of the head exchange with its Ulysses group."""
         place = self.index % self.heads_degree
         members = range(self.index - place, self.index - place + self.heads_degree)
         ranks = self.ranks[members.start : members.stop]
@@ -121,13 +122,13 @@ class Ring(RingMember):
         return UlyssesExchange(GroupChannel(ranks, place, self.transport), tokens)
 
     def summed(self, own: Tensor) -> Waits[Tensor]:
-        """Return the sum over all members of a small tensor, equal on each; yield the handles it waits for. Collective.
+        """Return the all-reduced sum of a small tensor; yield the handles to wait for. Collective.
 
-        Around the set of those that share heads, then around the ring of sets: members that exchange nothing in
-        attention exchange nothing here. Each sends a tensor's bytes d - 1 times at most.
+        Reduces over the Ulysses group, then over the ring, so it only uses connections that attention uses. A member
+        sends at most d - 1 times the tensor's bytes.
 
         Args:
-            own: this member's tensor, equally large on all.
+            own: this member's tensor, of the same size on all members.
         """
         shared, place = self.heads_degree, self.index % self.heads_degree
         ranks = self.ranks[self.index - place : self.index - place + shared]
@@ -136,17 +137,17 @@ class Ring(RingMember):
         return (yield from _summed(ring.channel, own))
 
     def begin_forward(self, tokens: int) -> None:
-        """Count a forward of a layer that mixes tokens; raise RunError if it must not run."""
+        """Count a forward of a token-mixing layer; raise RunError if it must not run."""
         self.context.begin_forward(tokens, degree=self.degree, attention_calls=self.attention_calls)
 
     def begin_backward(self) -> None:
-        """Count a backward of a layer that mixes tokens; raise RunError if it must not run."""
+        """Count a backward of a token-mixing layer; raise RunError if it must not run."""
         self.context.begin_backward(degree=self.degree)
 
     def check_call(
         self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None
     ) -> None:
-        """Count a call of attention; raise RunError if the tensors or settings do not fit the ring."""
+        """Count a call of attention; raise RunError if its tensors or settings do not fit the ring."""
         if window is not None and window < 1:
             raise RunError(f"attention was given window={window}; a token attends to itself at least, so 1 or more")
         if window is not None and not all(mask.has_windows for mask in self.layout.masks):
@@ -168,7 +169,7 @@ class Ring(RingMember):
 def _summed(channel: GroupChannel, own: Tensor) -> Waits[Tensor]:
     if len(channel.ranks) == 1:
         return own
-    return torch.sum((yield from channel.gather("sums", own)), dim=0)  # in the same order on all members
+    return torch.sum((yield from channel.gather("sums", own)), dim=0)  # same order on all members: bitwise equal
 
 
 current_ring: ContextVar[Ring | None] = ContextVar("current_ring", default=None)
@@ -179,9 +180,9 @@ runs_outside: ContextVar[bool] = ContextVar("runs_outside", default=False)
 
 
 def implicit_ring() -> Ring:
-    """Return the ring of the current micro-batch, which only a forward may rely on."""
-    # Recomputed forwards run inside backward; in a pipeline another micro-batch may be current by then, and attention
-    # on its ring would give wrong numbers without a word.
+    """Return the ring of the current micro-batch; raise RunError outside a forward."""
+    # # Recomputed forwards run inside backward. In a pipeline another micro-batch may be current by then, and attention
+    # on its ring would silently give wrong results.
     if torch._C._current_graph_task_id() != -1:
         raise RunError(
             "attention was called inside backward (activation recomputation) without its ring: another micro-batch "

@@ -1,8 +1,8 @@
 """Triton kernels for rows of packed tensors: merge partial results, add gradients, gather. Imports triton.
 
-Every kernel reads and writes each byte once. A program handles one row, or a part of one; rows of scattered positions
-are found by the kernel, so nothing is gathered before it or scattered after it. No position comes twice, so no two
-programs meet, and results do not depend on their order.
+Every kernel reads and writes each byte once. A program handles one row or a part of one, and finds scattered rows
+itself, so no gather or scatter is needed around it. Positions are distinct, so programs never write the same row and
+results are deterministic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # elements of a row that a program adds or copies
+_BLOCK = 1024  # elements of a row per program that adds
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -36,7 +36,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     HAS_ALSO: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
 ):
-    # 64 bits, as in all kernels here: row x heads x head size passes 2^31 elements in long shards.
+    # # int64, as in all kernels here: row * heads * head size exceeds 2^31 in long shards.
     row = tl.program_id(0).to(tl.int64)
     target = row
     if HAS_POSITIONS:
@@ -52,7 +52,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     new_lse = tl.load(part_lse + row * part_lse_row + head * part_lse_head, mask=is_head, other=0.0)
     old = tl.load(source + at, mask=is_element, other=0.0).to(tl.float32)
     new = tl.load(part + row * heads * HEAD_DIM + element, mask=is_element, other=0.0).to(tl.float32)
-    # The larger is taken off first, so that neither exponential overflows.
+    # # Subtract the maximum, so that neither exponential overflows.
     largest = tl.maximum(old_lse, new_lse)
     old_share, new_share = tl.exp(old_lse - largest), tl.exp(new_lse - largest)
     total = old_share + new_share
@@ -82,7 +82,7 @@ def merge_rows(
     _merge_kernel[(rows,)](
         source,
         into,
-        # Triton wants a pointer, also for an argument that the flag makes the kernel ignore.
+        # # Triton requires a pointer even for an argument that the flag makes the kernel ignore.
         into if also is None else also,
         lse,
         part,
@@ -92,7 +92,7 @@ def merge_rows(
         *part_lse.stride(),
         heads,
         HEAD_DIM=head_dim,
-        HEADS_BLOCK=triton.next_power_of_2(heads),  # `tl.arange` takes powers of two only
+        HEADS_BLOCK=triton.next_power_of_2(heads),  # `tl.arange` requires powers of two
         DIM_BLOCK=triton.next_power_of_2(head_dim),
         HAS_ALSO=also is not None,
         HAS_POSITIONS=positions is not None,
@@ -241,7 +241,7 @@ def take_rows(
     """See `fused.take_rows`."""
     rows, (heads, head_dim) = positions.shape[0], first.shape[1:]
     taken = [tensor.new_empty(rows, heads, head_dim) for tensor in (first, second, third)]
-    # Heads first: CUDA's backward kernels read it so, and `lse.t().contiguous()` is then no copy.
+    # # Heads first, as CUDA's backward kernels read it: `lse.t().contiguous()` is then no copy.
     lse_taken = lse.new_empty(heads, rows)
     assert all(tensor.stride(-1) == 1 for tensor in (first, second, third))
     if rows:

@@ -1,25 +1,25 @@
-"""Attention in sliding windows: no ring, but the rows that a member's chunks look back at.
+"""Sliding-window attention without a ring: each member only receives the rows that its chunks look back at.
 
-If a token attends to the `window` last ones, itself among them, a chunk needs of other members the keys and values
-of the window - 1 tokens before it, its halo (`halo`), and a member's work and bytes do not grow with the pack beyond
-its own tokens. Every query sees all its keys in one kernel call, so that no partial results are merged:
+If a token attends to the last `window` tokens, itself included, a chunk needs the keys and values of the window - 1
+tokens before it from other members, its halo (`halo`). A member's work and traffic then depend on its own tokens, not
+on the pack. Every query sees all its keys in one kernel call, so no partial results are merged:
 
-    inner   queries that see only the member's own rows; they are computed while the halo travels
-    edge    the first window - 1 of a chunk, with the halo before them
+    inner   queries that see only the member's own rows; computed while the halo travels
+    edge    the first window - 1 queries of a chunk, with the halo before them
 
-Both are segments whose last query sees the last keys. If a mask lets a span of tokens see itself both ways, a window
-still limits how far back a token sees, and the keys of its span ahead are added by up to two calls more, whose
-results are merged with those by their log-sum-exp, as hops of a ring are:
+Both are segments whose last query sees the last keys. If a mask lets a span of tokens attend bidirectionally, the
+window still limits how far back a token sees. The keys of its span ahead are added by up to two more calls, whose
+results are merged by their log-sum-exp, as hops of a ring are:
 
-    ahead   tokens of a span within a run and those behind them there: a triangle, once both are read backwards
+    ahead   tokens of a span within a run and those behind them there: a triangle, causal if both are read backwards
     beyond  tokens of a span within a run and the rest of the span, which comes with the halo
 
-In backward, the halo travels again, as keys do on a ring; edges
-come first, so that the gradients of halo rows travel home while the inner queries are computed.
+In backward, the halo travels again, as keys do on a ring. Edges come first, so that the gradients of halo rows travel
+home while the inner queries are computed.
 
-A window at least as long as the longest sequence masks nothing that causality does not, and runs on the ring, unless a
-span sees itself both ways in windows alone. Shorter ones never send more rows than a ring: a row arrives at a member
-once at most, and on a ring always does.
+A window at least as long as the longest sequence equals full causal attention and runs on the ring, unless a span
+attends bidirectionally in windows only. Shorter windows never send more rows than a ring, on which every row arrives at
+every member; here it arrives at most once.
 """
 
 from __future__ import annotations
@@ -44,17 +44,19 @@ from fcp_cli.runtime.ring_attention.rows import add, add_to_rows, merge, put, ro
 
 
 def fits_in(window: int, layout: RingLayout) -> bool:
-    """Return whether a window holds all that the masks of full attention let a token of a pack see, and no more."""
+    """Return whether a window equals full attention on a pack: it covers every sequence, and no mask applies to windows
+    only.
+    """
     return window >= max(layout.lengths, default=0) and not any(mask.windows_only for mask in layout.masks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalCall:
-    """A call with only a member's own rows.
+    """Kernel call with only a member's own rows.
 
     Attributes:
-        q_rows, k_rows: the q rows and k rows of the member's buffer.
-        segments: the packed call.
+        q_rows, k_rows: rows of the queries and keys in the member's buffer.
+        segments: segments of the packed call.
     """
 
     q_rows: Rows
@@ -64,14 +66,15 @@ class LocalCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HaloCall:
-    """A call with rows of others, too.
+    """Kernel call that also reads rows of other members. Its keys are picked from its key buffer: `k_rows`, then all
+    received rows.
 
     Attributes:
-        q_rows: the q rows of the member's buffer.
-        k_rows: the k rows of the member's buffer, those that are needed at all; the rows received come behind them.
-        num_own: how many these are.
-        order: positions of the call's keys in that; a row that two chunks look back at is named twice.
-        segments: the packed call.
+        q_rows: rows of the queries in the member's buffer.
+        k_rows: distinct rows of the own keys in the member's buffer.
+        num_own: number of `k_rows`.
+        order: positions of the call's keys in its key buffer; a row that two chunks look back at occurs twice.
+        segments: segments of the packed call.
     """
 
     q_rows: Rows
@@ -83,10 +86,11 @@ class HaloCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WindowCalls:
-    """One member's calls; None if no query is of that kind.
+    """Kernel calls of one member; None for a kind without queries.
 
     Attributes:
         halo: rows of other members that it attends to.
+        inner, edge: calls of causal windows.
         ahead, beyond: calls that masks add to causal windows.
     """
 
@@ -99,7 +103,7 @@ class WindowCalls:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def window_work(layout: RingLayout, index: int, window: int) -> WindowCalls:
-    """Return the work of member `index` of a ring of a layout; cached, so that all layers share it."""
+    """Return the calls of member `index` of a ring; cached, so that all layers share them."""
     halo = halo_of(layout, index, window - 1)
     # The first window - 1 queries of a run look back beyond it, unless a sequence starts there.
     heads = np.where(halo.counts > 0, np.minimum(window - 1, halo.sizes), 0)
@@ -131,7 +135,7 @@ def _edge(halo: Halo, heads: IntArray, window: int) -> HaloCall | None:
         return None
     heads, counts = heads[live], halo.counts[live]
     own = ranges(halo.firsts[live], heads)
-    # Per run: the rows before it, then its own.
+    # # Per run: the rows before it, then its own.
     keys = np.empty(int((counts + heads).sum()), dtype=np.int64)
     starts = np.cumsum(counts + heads) - counts - heads
     keys[ranges(starts, counts)] = halo.before
@@ -140,7 +144,9 @@ def _edge(halo: Halo, heads: IntArray, window: int) -> HaloCall | None:
 
 
 def _spans_of_runs(layout: RingLayout, halo: Halo) -> Iterator[tuple[int, int, int]]:
-    """Yield for each run and each span that has tokens in it: the run, and the member's first row and last of these."""
+    """Yield (run, first row, last row + 1) in the member's buffer for each intersection of a run and a bidirectional
+    span.
+    """
     for sequence, mask in enumerate(layout.masks):
         assert isinstance(mask, Spans), "chunk pairs have no windows"
         spans = list(mask.seen_both_ways(layout.lengths[sequence]))
@@ -157,7 +163,7 @@ def _ahead(spans: Sequence[tuple[int, int, int]]) -> LocalCall | None:
     if not wide:
         return None
     sizes = np.array([end - begin - 1 for begin, end in wide])
-    # The last of them sees none behind it. Backwards, the second last sees the last, and so forth.
+    # # The last token sees none behind it. Read backwards, the second last sees the last, and so on: causal.
     return LocalCall(
         q_rows=rows_at(np.concatenate([np.arange(end - 2, begin - 1, -1) for begin, end in wide])),
         k_rows=rows_at(np.concatenate([np.arange(end - 1, begin, -1) for begin, end in wide])),
@@ -166,19 +172,19 @@ def _ahead(spans: Sequence[tuple[int, int, int]]) -> LocalCall | None:
 
 
 def _beyond(halo: Halo, spans: Sequence[tuple[int, int, int]]) -> HaloCall | None:
-    last = {run: (begin, end) for run, begin, end in spans if halo.aheads[run]}  # of a run's spans, the last continues
+    last = {run: (begin, end) for run, begin, end in spans if halo.aheads[run]}  # only a run's last span can continue
     if not last:
         return None
     queries = np.concatenate([np.arange(*rows) for rows in last.values()])
     sizes = np.array([end - begin for begin, end in last.values()])
-    # Not causal: every token of a span sees all the rest of it.
+    # # Not causal: every token of a span sees the whole rest of it.
     segments = Segments(tuple(sizes.tolist()), tuple(halo.aheads[list(last)].tolist()), causal=False)
     return _with_received(halo, queries, halo.after, segments)
 
 
 def _with_received(halo: Halo, queries: IntArray, keys: IntArray, segments: Segments) -> HaloCall:
-    """Return a call with keys in a buffer of the member's rows and, behind, those received."""
-    # Positions from `halo.tokens` on are those of rows received.
+    """Return a call whose keys are positions in a buffer of the member's rows followed by those received."""
+    # # Positions >= `halo.tokens` are received rows.
     needed = np.unique(keys[keys < halo.tokens])
     order = np.where(keys < halo.tokens, np.searchsorted(needed, keys), keys - halo.tokens + needed.size)
     return HaloCall(
@@ -197,13 +203,14 @@ def _segments(q_lengths: IntArray, k_lengths: IntArray, window: int | None) -> S
 def window_forward(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor]]:
-    """Run the forward, as `ring_passes.ring_forward` does, if each token attends to the last `window` ones, itself
-    among them, and to those ahead that its mask lets it see.
+    """Run the forward with a sliding window; arguments and results as in `ring_passes.ring_forward`.
+
+    Each token attends to the last `window` tokens, itself included, and to those ahead that its mask lets it see.
     """
     kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-    # Results that are merged further stay in the type of lse, and are rounded once.
+    # # Results that are merged further stay in the type of lse, and are rounded once at the end.
     out = q.new_empty(
         *q.shape[:2], v.shape[-1], dtype=q.dtype if work.ahead is None and work.beyond is None else lse.dtype
     )
@@ -228,17 +235,17 @@ def window_forward(
 def window_backward(
     ring: Ring, grad_out: Tensor, kept: SavedForBackward, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
-    """Run the backward, as `ring_passes.ring_backward` does, if each token attends to the last `window` tokens.
+    """Run the backward with a sliding window; see `ring_passes.ring_backward`.
 
     Args:
-        ring, spec, window: the ring, description and window, as given to `window_forward`.
+        ring, spec, window: as given to `window_forward`.
         grad_out: [T, H, Dv].
         kept: q, k, v, out and lse.
     """
     q, k, v, out, lse = kept
     kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
-    is_whole = work.ahead is None and work.beyond is None  # each query's keys are in one call
+    is_whole = work.ahead is None and work.beyond is None  # each query has all its keys in one call
     dq = torch.empty_like(q) if is_whole else torch.zeros_like(q, dtype=lse.dtype)
     sums = _KeyGradients(k, v, lse.dtype)
 
@@ -273,19 +280,19 @@ def _write(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, part_lse: Tensor)
 
 
 def _edge_keys(edge: HaloCall, own: Tensor, received: Tensor) -> Tensor:
-    """Return [keys, G, D] of an edge's call, of the rows that a member holds and of those that it received."""
+    """Return the keys (or values) [keys, G, D] of a call, from a member's own and received rows."""
     return take(torch.cat((take(own, edge.k_rows), received)), edge.order)
 
 
 def _as(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of [tokens, width] in the shape and type of a tensor: results may not share their memory."""
+    """Return a copy of [tokens, width] in a tensor's shape and type; results must not share memory."""
     return rows.to(like.dtype, copy=True, memory_format=torch.contiguous_format).view(like.shape)
 
 
 class _KeyGradients:
-    """The gradients of a member's keys and values, as the rows [tokens, width] of a halo's message.
+    """Gradients of a member's keys and values, as rows [tokens, width] like those of a halo message.
 
-    They are summed in the type of lse, and rounded once.
+    They are accumulated in the type of lse, and rounded once.
     """
 
     def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
@@ -294,23 +301,25 @@ class _KeyGradients:
         self.own = self._zeros(k.shape[0], dtype)
 
     def of_rows(self, rows: int) -> Tensor:
-        """Return zeros for so many rows."""
+        """Return zeros for `rows` rows."""
         return self._zeros(rows, self.own.dtype)
 
     def add(self, rows: Rows, dk: Tensor, dv: Tensor) -> None:
-        """Add the shares of own rows."""
+        """Add gradients of own rows."""
         self._add(self.own, rows, dk, dv)
 
     def add_edge(self, edge: HaloCall, received: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add the shares of an edge's own rows, and those of the rows that it received to `received` [rows, width]."""
-        # A row that is named twice gets two shares: whichever comes first, their sum is the same.
+        """Add gradients of an edge's keys: those of own rows to `own`, those of received rows to `received` [rows,
+        width].
+        """
+        # # A row that occurs twice in `order` gets two shares, whose sum does not depend on their order.
         total = self.of_rows(edge.num_own + len(received))
         self._add(total, edge.order, dk, dv)
         add_to_rows(self.own, edge.k_rows, total[: edge.num_own])
         received += total[edge.num_own :]
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return (dk, dv), as k and v are."""
+        """Return (dk, dv) in the shapes and types of k and v."""
         of_k, of_v = self.own[:, : self._of_keys], self.own[:, self._of_keys :]
         return _as(of_k, self._k), _as(of_v, self._v)
 

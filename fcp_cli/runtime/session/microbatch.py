@@ -98,8 +98,7 @@ class LocalMicroBatch:
         return self._denominator
 
     def normalised(self, loss_sum: Tensor) -> Tensor:
-        """Return this rank's share of the step's loss for a sum of token losses (0-d) that the script computed itself.
-        """
+        """Return this rank's share of the step's loss for a sum of token losses (0-d) computed by the script."""
         self.loss_sum = loss_sum.detach()
         loss = loss_sum * self._guards.sync.loss_factor / self._denominator
         # # The checks run on the host and would break the graph.

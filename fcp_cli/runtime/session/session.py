@@ -191,8 +191,7 @@ class Session(RankJob):
             loaded.close()
 
     def _next_loaded(self, loaded: Prefetched[LoadedStep[Shard]]) -> LoadedStep[Shard] | None:
-        """Return the next step, or None; with a stream, also request further plans and connect to new ring neighbours.
-        """
+        """Return the next step, or None. With a stream, request further plans and connect to new ring neighbours."""
         if self.source is None:
             return next(loaded, None)
         self.source.want(self.next_step)
