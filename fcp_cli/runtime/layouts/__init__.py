@@ -1,1 +1,1 @@
-"""Which tokens of a pack each member of a group holds, and in which order a ring visits them."""
+"""Layout of a pack on a group: the tokens of each member, and the work of each hop."""

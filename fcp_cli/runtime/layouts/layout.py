@@ -1,19 +1,19 @@
-"""The layout of a pack on a ring: exact, uneven zig-zag chunks of every sequence.
+"""Layout of a pack on a ring: exact, uneven zig-zag chunks of every sequence.
 
 A sequence of L tokens on a ring of degree d is cut into 2d chunks; chunk j has ``L // 2d + (j < L % 2d)`` tokens, so
-no token is padded and none is lost, for any L. Member r owns chunk r (its *front*) and chunk 2d-1-r (its *back*)
-of every sequence, which gives every member the same share of a causal triangle. A member's local buffer is the
-concatenation over the sequences of [front, back].
+the chunks cover any L without padding. Member r holds chunk r (its *front*) and chunk 2d-1-r (its *back*) of every
+sequence, which balances the causal triangle over members. A member's local buffer is the concatenation over the
+sequences of [front, back].
 
 Example: L = 10 tokens on d = 2 members, 2d = 4 chunks of 3, 3, 2 and 2 tokens:
 
     position   0 1 2 | 3 4 5 | 6 7 | 8 9
     member       0   |   1   |  1  |  0       member 0 holds [0 1 2 8 9], member 1 holds [3 4 5 6 7]
 
-If sets of u members share the heads, the ring is one of sets: a set holds the tokens of a member of a ring of d / u,
-and its members hold consecutive runs of them, equally long to within a token (`UlyssesLayout`).
+With Ulysses degree u, the d members form a ring of d / u Ulysses groups. A Ulysses group holds the tokens of one member
+of such a ring, split into consecutive runs over its members, whose sizes differ by at most one token (`UlyssesLayout`).
 
-Every shape follows only from (lengths, degree, heads degree), so ranks never exchange sizes.
+All shapes follow from (lengths, degree, Ulysses degree) alone, so ranks never exchange sizes.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from fcp_cli.runtime.layouts.masked_chunks import MaskedChunks, Piece, joined_ca
 
 Value = TypeVar("Value")
 
-# A layout holds a few bytes per token of the rank that asks; a step rarely has more than a few dozen micro-batches.
+# # Memory per layout is a few bytes per token of the rank; a step rarely has more than a few dozen micro-batches.
 CACHED_LAYOUTS = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """The sequences of one packed attention call, as host integers. No segment is empty on either side.
+    """Sequences of one packed attention call, as host integers. No segment has an empty side.
 
     Attributes:
-        q_lengths, k_lengths: tokens of each segment's queries and of its keys.
-        causal: query i sees keys 0..i of its segment (then both lengths are equal); else every query sees every key.
-        window: the window of causal segments: a query sees so many keys at most, itself among them, and the last query
-            the last keys; a segment may then have more keys than queries.
-        memo: values that a kernel derived from the lengths, by `derived`; freed with the layout.
+        q_lengths, k_lengths: number of queries and of keys per segment.
+        causal: query i sees keys 0..i of its segment (both lengths are equal without a window); else every query sees
+            every key.
+        window: sliding window of causal segments: maximum number of keys per query, itself included. The last query is
+            aligned with the last key, and a segment may have more keys than queries.
+        memo: values that a kernel derived from the lengths (`derived`), freed with the layout.
     """
 
     q_lengths: tuple[int, ...]
@@ -55,7 +56,7 @@ class Segments:
     window: int | None = None
 
     def derived(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return `make()`, called once per key: a layout serves all layers of a model, and many micro-batches."""
+        """Return the cached `make()`: a layout serves all layers of a model, and many micro-batches."""
         if key not in self.memo:
             self.memo[key] = make()
         value: Value = self.memo[key]
@@ -64,12 +65,12 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of a member's local buffer: a slice if they are contiguous, else their positions.
+    """Rows of a member's local buffer: a slice if they are contiguous, else positions.
 
     Attributes:
         span: the rows as (start, stop), or None if they are not contiguous.
-        positions: [n] int64, set if `span` is None.
-        memo: the positions as a tensor, once per device.
+        positions: [n] int64; set if `span` is None.
+        memo: positions as a tensor per device.
     """
 
     span: tuple[int, int] | None
@@ -79,11 +80,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hop:
-    """The work of one member while it holds one member's keys and values.
+    """One kernel call of a member with the keys and values of one source member.
 
     Attributes:
-        q_rows: its own rows that take part.
-        k_rows: the rows of the source's buffer that take part.
+        q_rows: rows of its own buffer.
+        k_rows: rows of the source's buffer.
         segments: the packed attention call over those rows.
     """
 
@@ -93,7 +94,7 @@ class Hop:
 
 
 class Runs(NamedTuple):
-    """Chunks of a member, in the order of its buffer: [chunks] their sequences, where they start there, and sizes."""
+    """Chunks of a member in buffer order: [chunks] sequence of each, its start there, and its size."""
 
     sequences: IntArray
     starts: IntArray
@@ -101,18 +102,18 @@ class Runs(NamedTuple):
 
 
 class ShardLayout(ABC):
-    """Layout of one pack on a group: which tokens each member holds. Immutable; `shard_layout` makes and caches it.
+    """Layout of one pack on a group: the tokens of each member. Immutable; created and cached by `shard_layout`.
 
     Attributes:
         lengths: tokens of each sequence of the pack.
-        degree: members of the group.
-        masks: the masks of each sequence, or () if all are causal.
+        degree: number of members of the group.
+        masks: mask of each sequence, or () if all are causal.
     """
 
     __slots__ = ("_tokens", "degree", "lengths", "masks")
 
     heads_degree = 1
-    """Ulysses degree: members that share the heads of their joint tokens."""
+    """Ulysses degree: number of members that split the heads of their joint tokens."""
 
     def __init__(self, lengths: tuple[int, ...], degree: int, masks: tuple[Mask, ...], tokens: list[int]) -> None:
         self.lengths = lengths
@@ -126,33 +127,33 @@ class ShardLayout(ABC):
     @property
     @abstractmethod
     def ring(self) -> RingLayout:
-        """Return the layout of the ring: this one or, if members share heads, that in which each set is one member."""
+        """Return the layout of the ring: this one or, with Ulysses, the one over Ulysses groups."""
 
     @property
     def total_tokens(self) -> int:
-        """Return the tokens of the whole pack."""
+        """Return the number of tokens of the pack."""
         return sum(self._tokens)
 
     @property
     def most_tokens(self) -> int:
-        """Return the tokens of the member that holds most, which a receive buffer must fit."""
+        """Return the largest number of tokens of any member: the size of receive buffers."""
         return max(self._tokens)
 
     def tokens(self, index: int) -> int:
-        """Return how many tokens member `index` holds."""
+        """Return the number of tokens of member `index`."""
         return self._tokens[index]
 
     @abstractmethod
     def position_ids(self, index: int) -> IntArray:
-        """Return [tokens(index)] the position of each local token within its own sequence."""
+        """Return the position [tokens(index)] of each local token in its sequence."""
 
     @abstractmethod
     def index(self, index: int) -> IntArray:
-        """Return [tokens(index)] the position of each local token in the whole pack; ``pack[index]`` is the shard."""
+        """Return the position [tokens(index)] of each local token in the pack; ``pack[index]`` is the shard."""
 
 
 class RingLayout(ShardLayout):
-    """Layout of one pack on a ring, whose members hold chunks of its sequences."""
+    """Layout of one pack on a ring whose members hold chunks of its sequences."""
 
     __slots__ = ("_hops",)
 
@@ -169,17 +170,17 @@ class RingLayout(ShardLayout):
         return self._places(index) + np.repeat(bases, self.owned(index))
 
     def hops(self, member: int, source: int, *, packed: bool = True) -> tuple[Hop, ...]:
-        """Return the work of `member` with the keys and values of `source`; none if no query sees a key.
+        """Return the kernel calls of `member` with the keys and values of `source`; empty if no query sees a key.
 
-        Zig-zag chunks are ordered in time: those of an earlier source's front come before all of the member's tokens,
-        those of a later source come between the member's front and its back. Only the member's own chunks need a
+        Zig-zag chunks are ordered in time: the front of an earlier source comes before all tokens of the member, and
+        both chunks of a later source lie between the member's front and back. Only the member's own chunks need a
         causal mask.
 
         Args:
-            member: place in the ring of the rank that computes.
-            source: place of the rank whose keys it holds.
-            packed: all sequences in one call, whose rows need not be contiguous; else one call per sequence, whose
-                rows are.
+            member: ring index of the computing rank.
+            source: ring index of the rank whose keys it holds.
+            packed: one call for all sequences, whose rows may be scattered; else one call per sequence, with contiguous
+                rows.
         """
         key = (member, source, packed)
         if key not in self._hops:
@@ -188,17 +189,17 @@ class RingLayout(ShardLayout):
 
     @abstractmethod
     def runs(self, index: int) -> Runs:
-        """Return the chunks that member `index` holds, in the order of its buffer; may be empty."""
+        """Return the chunks of member `index` in buffer order; chunks may be empty."""
 
     @abstractmethod
     def owned(self, index: int) -> IntArray:
-        """Return [sequences] the tokens of each that member `index` holds."""
+        """Return the number of tokens of each sequence [sequences] that member `index` holds."""
 
     @abstractmethod
     def _make_hops(self, member: int, source: int, packed: bool) -> tuple[Hop, ...]: ...
 
     def _places(self, index: int) -> IntArray:
-        """Return [tokens(index)] the position of each local token in its sequence."""
+        """Return the position [tokens(index)] of each local token in its sequence."""
         _, starts, sizes = self.runs(index)
         return np.arange(self._tokens[index], dtype=np.int64) + np.repeat(starts - _offsets(sizes), sizes)
 
@@ -207,8 +208,8 @@ class ZigZagLayout(RingLayout):
     """Exact uneven zig-zag layout of a pack of causal sequences.
 
     Args:
-        lengths: tokens of each sequence of the pack, each >= 1; may be empty (an idle rank).
-        degree: members of the ring, >= 1.
+        lengths: tokens of each sequence of the pack, each >= 1; empty for an idle rank.
+        degree: number of members of the ring, >= 1.
     """
 
     __slots__ = ("_backs", "_fronts", "_q_rows")
@@ -231,7 +232,7 @@ class ZigZagLayout(RingLayout):
         return owned
 
     def runs(self, index: int) -> Runs:
-        """Return front_0, back_0, front_1, back_1, ...; some may be empty."""
+        """Return front_0, back_0, front_1, back_1, ...; chunks may be empty."""
         lengths = np.asarray(self.lengths, dtype=np.int64)
         sizes = np.stack((self._fronts[index], self._backs[index]), axis=1).ravel()
         chunks = np.array((index, 2 * self.degree - 1 - index))
@@ -247,14 +248,14 @@ class ZigZagLayout(RingLayout):
             q_sizes, k_sizes = owned[member], fronts[source]
         else:
             q_sizes, k_sizes = self._backs[member], owned[source]
-        # The back of a sequence starts after its front in the local buffer.
+        # # In the local buffer, the back of a sequence follows its front.
         q_starts = _offsets(owned[member]) + (fronts[member] if source > member else 0)
         k_starts = _offsets(owned[source])
-        # A sequence of fewer than 2d tokens has empty chunks, which kernels do not take.
+        # # A sequence of fewer than 2d tokens has empty chunks, which kernels reject.
         live = np.flatnonzero((q_sizes > 0) & (k_sizes > 0))
-        # One call for all live sequences, or one for each; if none is live, both give no call.
+        # # One call for all live sequences, or one for each; none if no sequence is live.
         calls = [live] if packed and live.size else live[:, None]
-        # Hops of later members read the same queries: one object, which is gathered once for all of them.
+        # # All hops of later members read the same queries. Return one object, so that `_Gathered` gathers them once.
         key = (member, source > member, packed, live.tobytes())
         if key not in self._q_rows:
             self._q_rows[key] = tuple(_rows(q_starts[i], q_sizes[i]) for i in calls)
@@ -269,9 +270,9 @@ class ZigZagLayout(RingLayout):
 
 
 class MaskedLayout(RingLayout):
-    """Layout of a pack in which a sequence has a mask: zig-zag chunks of the stretches that its mask cuts it into.
+    """Layout of a pack with masks: zig-zag chunks of the stretches that a mask cuts its sequence into.
 
-    The sequences without one lie as they otherwise do, and take part in the same calls.
+    Causal sequences of the pack keep their usual chunks and join the same calls.
     """
 
     __slots__ = ("_sequences",)
@@ -301,16 +302,17 @@ class MaskedLayout(RingLayout):
 
 
 class UlyssesLayout(ShardLayout):
-    """Layout of one pack on a group whose sets of members share the heads: the ring's layout of sets, cut further.
+    """Layout of one pack on a group with Ulysses: the ring's layout over Ulysses groups, split further over their
+    members.
 
-    Member i is in set i // u, which holds the T tokens of member i // u of a ring of d / u members. Its i % u-th member
-    holds the i % u-th run of them, of T // u tokens, and one more for the first T % u members.
+    Ulysses group i // u of member i holds the T tokens of member i // u of a ring of degree d / u. Its member i % u
+    holds the (i % u)-th run of them: T // u tokens, plus one for the first T % u members.
 
     Args:
-        lengths: the lengths, as of the ring.
-        degree: members, a multiple of `heads_degree`.
-        heads_degree: members of a set, >= 2.
-        masks: the masks, as of the ring.
+        lengths: as for the ring.
+        degree: number of members, a multiple of `heads_degree`.
+        heads_degree: Ulysses degree, >= 2.
+        masks: as for the ring.
     """
 
     __slots__ = ("_ring", "_starts", "heads_degree")
@@ -347,8 +349,8 @@ def shard_layout(
 
     Args:
         lengths: tokens of each sequence.
-        degree: members of the group.
-        heads_degree: Ulysses degree: neighbouring members that share the heads; divides `degree`.
+        degree: number of members of the group.
+        heads_degree: Ulysses degree: consecutive members that split the heads; divides `degree`.
         masks: mask of each sequence; empty if all are causal.
     """
     if all(mask.is_causal for mask in masks):
@@ -366,7 +368,7 @@ def _offsets(sizes: IntArray) -> IntArray:
 
 
 def _hop(call: list[tuple[int, Piece]], q_bases: IntArray, k_bases: IntArray) -> Hop:
-    """Make the call of some pieces, whose rows count from the start of their sequences."""
+    """Return the kernel call of pieces, whose rows count from the start of their sequences."""
     return Hop(
         q_rows=_rows_of(np.concatenate([piece.queries + q_bases[sequence] for sequence, piece in call])),
         k_rows=_rows_of(np.concatenate([piece.keys + k_bases[sequence] for sequence, piece in call])),

@@ -1,18 +1,20 @@
-"""One sequence with a mask on a ring: the tokens of each member, and the kernel calls that follow the mask.
+"""Layout of one masked sequence on a ring: the tokens of each member, and the kernel calls that implement the mask.
 
-A sequence falls into stretches (`Mask.cuts`), and each is cut into 2d chunks as a whole causal sequence is: member r
-holds chunks r and 2d-1-r of every stretch, in the order of their tokens. An area of the mask then is, between any two
-members, one rectangle or one triangle of rows that follow each other in both buffers:
+A mask cuts a sequence into stretches (`Mask.cuts`), each of which is cut into 2d chunks like a whole causal sequence:
+member r holds chunks r and 2d-1-r of every stretch, in token order. Between any two members, an area of the mask then
+is one rectangle or triangle of consecutive rows in both buffers:
 
     area             own keys             keys of an earlier member     keys of a later member
     full, [q, k]     q x k                q x k                         q x k
     causal           triangle             all x fronts                  backs x all
     keys after own   triangle, reversed   all x backs                   fronts x all
 
-A triangle of keys after a query's own is causal once both are read backwards. So kernels need no special mask.
+A triangle of keys after a query's own is causal if queries and keys are read backwards, so kernels need no special
+mask.
 
-A kernel call gets no query and no key twice, since results are merged row by row, and gradients added. Pieces go to the
-first call in which both are free; a mask names its areas in rounds, and there are no more calls of a kind than those.
+A kernel call must not contain a query or key twice, since results are merged and gradients added row by row. Each piece
+joins the first call in which its rows are free. A mask lists its areas in rounds, which bound the number of calls of
+each kind.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from fcp_cli.masks import Area, Mask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Rows of a member that see rows of a source; both count from the sequence's first row there.
+    """Rows of a member that see rows of a source, counted from the sequence's first row in each buffer.
 
     Attributes:
-        queries, keys: [n] and [m] rows; neither is empty.
-        causal: query i sees keys 0..i, of as many; else every query sees every key.
+        queries, keys: [n] and [m] rows, both non-empty.
+        causal: query i sees keys 0..i (then n = m); else every query sees every key.
     """
 
     queries: IntArray
@@ -42,18 +44,18 @@ class Piece:
 
 
 class MaskedChunks:
-    """Tokens of each member of a ring, and the calls between them, for one sequence with a mask.
+    """Tokens of each member of a ring, and the kernel calls between members, for one masked sequence.
 
     Args:
-        mask: fits the length.
-        length: tokens, >= 1.
-        degree: members of the ring.
+        mask: must fit the length.
+        length: number of tokens, >= 1.
+        degree: number of members of the ring.
     """
 
     __slots__ = ("_areas", "_cuts", "_degree", "_sizes", "_starts", "tokens")
 
     def __init__(self, mask: Mask, length: int, degree: int) -> None:
-        cuts = mask.cuts(length) if degree > 1 else (0, length)  # on one rank, stretches would only add calls
+        cuts = mask.cuts(length) if degree > 1 else (0, length)  # on one rank, cuts would only add calls
         self._degree = degree
         self._cuts = np.array(cuts, dtype=np.int64)
         self._areas = mask.areas(length, cuts)
@@ -67,11 +69,11 @@ class MaskedChunks:
         self.tokens = [int(held.sum()) for held in self._sizes]
 
     def runs(self, member: int) -> tuple[IntArray, IntArray]:
-        """Return the starts of a member's chunks in the sequence, front and back of each stretch, and their sizes."""
+        """Return the starts in the sequence and the sizes of a member's chunks: front and back of each stretch."""
         return self._starts[member], self._sizes[member]
 
     def calls(self, member: int, source: int) -> list[list[Piece]]:
-        """Return the pieces of each kernel call of `member` with the keys of `source`, all of one kind in each."""
+        """Return the pieces of each kernel call of `member` with the keys of `source`; a call has one kind."""
         calls: list[_Call] = []
         for piece in self._pieces(member, source):
             call = next((one for one in calls if one.takes(piece)), None)
@@ -101,7 +103,7 @@ class MaskedChunks:
     def _around_diagonal(
         self, area: Area, member: int, source: int, queries: IntArray, keys: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Return the rows of a triangle shared between two members, of which the earlier holds all fronts before."""
+        """Return the (queries, keys) of a triangular area between two members: a rectangle, see the table above."""
         stretch = int(np.searchsorted(self._cuts, area.q_start, side="right")) - 1
         if source < member:
             middle = self._middle(source, stretch)
@@ -110,7 +112,7 @@ class MaskedChunks:
         return queries[queries >= middle] if area.shape == "causal" else queries[queries < middle], keys
 
     def _middle(self, member: int, stretch: int) -> int:
-        """Return the row of a member's buffer at which its back of a stretch begins."""
+        """Return the first row of a member's back of a stretch in its buffer."""
         return int(self._sizes[member][: 2 * stretch + 1].sum())
 
     def _rows(self, member: int, start: int, stop: int) -> IntArray:
@@ -121,7 +123,7 @@ class MaskedChunks:
 
 
 class _Call:
-    """Pieces of one kernel call, and which rows they take."""
+    """Pieces of one kernel call, and the rows they occupy."""
 
     __slots__ = ("_causal", "_keys", "_queries", "pieces")
 
@@ -132,7 +134,7 @@ class _Call:
         self.pieces: list[Piece] = []
 
     def takes(self, piece: Piece) -> bool:
-        """Return whether a piece is of this kind, and its rows are free."""
+        """Return whether a piece is of this call's kind and all its rows are free."""
         is_busy = self._queries[piece.queries].any() or self._keys[piece.keys].any()
         return piece.causal == self._causal and not is_busy
 
@@ -142,7 +144,7 @@ class _Call:
 
 
 def _triangle(queries: IntArray, keys: IntArray, area: Area) -> Iterator[Piece]:
-    """Yield the piece of a triangle on a member's own rows."""
+    """Yield the piece of a triangular area on a member's own rows, if it is not empty."""
     if area.shape == "causal" and len(queries):
         yield Piece(queries, keys, causal=True)
     elif area.shape == "later" and len(queries) > 1:
@@ -150,9 +152,9 @@ def _triangle(queries: IntArray, keys: IntArray, area: Area) -> Iterator[Piece]:
 
 
 def joined_calls(sequences: Sequence[list[list[Piece]]]) -> list[list[tuple[int, Piece]]]:
-    """Join the calls of several sequences, of equal number and kind; (sequence, piece) each, in their order.
+    """Join the kernel calls of several sequences by number and kind, as (sequence, piece) pairs.
 
-    Causal calls come first: the first of them is the one that most rows take part in.
+    Causal calls come first, since the first call should cover the most rows.
     """
     joined: dict[tuple[bool, int], list[tuple[int, Piece]]] = {}
     for number, calls in enumerate(sequences):

@@ -1,4 +1,4 @@
-"""The group of one micro-batch as one of its members sees it: the part that every framework's ring has."""
+"""Group of one micro-batch as seen by one of its members: the base of every framework's ring."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fcp_cli.runtime.layouts.layout import Hop, RingLayout, ShardLayout
 
 
 class RingMember:
-    """One member's place in a ring, and its work there. Cheap to make: nothing is communicated.
+    """One member's place in a ring, and its work there. Cheap to create: no communication.
 
-    Not a dataclass: FSDP2 copies those among a module's arguments, and the calls of a copy would not be counted here.
+    Not a dataclass: FSDP2 copies dataclasses among a module's arguments, and calls counted on a copy would be lost.
 
     Attributes:
-        layout: the tokens of each member.
-        index: this member's place in `ranks`.
+        layout: tokens of each member.
+        index: this member's index in `ranks`.
         ranks: global ranks of the members, in ring order.
-        attention_calls: how often `attention` ran on it; the session stops a job whose model never calls it.
+        attention_calls: number of `attention` calls; if it stays 0, the session raises.
     """
 
     __slots__ = ("attention_calls", "index", "layout", "ranks")
@@ -36,32 +36,32 @@ class RingMember:
 
     @property
     def ring_layout(self) -> RingLayout:
-        """Return the layout of a member of a ring; if members share heads, only that of `ring_of_head_group`."""
+        """Return the layout of the ring; with Ulysses, only valid for `ring_of_head_group`."""
         assert isinstance(self.layout, RingLayout), self.layout
         return self.layout
 
     @property
     def heads_degree(self) -> int:
-        """Return the Ulysses degree: members that share the heads of their joint tokens; 1 if each has all heads."""
+        """Return the Ulysses degree: number of members that split the heads of their joint tokens."""
         return self.layout.heads_degree
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens this member holds, without padding."""
+        """Return the number of tokens of this member, without padding."""
         return self.layout.tokens(self.index)
 
     def source(self, hop: int) -> int:
-        """Return the member whose keys and values this one holds at `hop`: its own at hop 0, then its predecessors'."""
+        """Return the member whose keys and values this one holds at `hop`: itself at hop 0, then its predecessors."""
         return (self.index - hop) % self.degree
 
     def work(self, hop: int, *, packed: bool = True) -> tuple[Hop, ...]:
-        """Return this member's work at `hop`; see `RingLayout.hops`."""
+        """Return this member's kernel calls at `hop`; see `RingLayout.hops`."""
         return self.ring_layout.hops(self.index, self.source(hop), packed=packed)
 
     def check_shapes(self, q: Any, k: Any, v: Any) -> None:
-        """Check that queries, keys and values [1, heads, tokens, head_dim] of any framework are this member's shard.
+        """Validate that q, k and v [1, heads, tokens, head_dim] of any framework are this member's shard.
 
-        Heads of values may have another size.
+        Heads of v may have another size.
         """
         if q.ndim != 4 or q.shape[0] != 1:
             raise RunError(
