@@ -1,15 +1,15 @@
 """Open the connections of all rings of a plan before the first step.
 
-NCCL and HCCL connect two ranks at their first message, with the host blocked for up to 0.7 s (NVIDIA/nccl#1487), and
-take device memory for it. Left to the rings, that would happen in the middle of steps, for as long as new pairs appear.
+NCCL and HCCL connect two ranks at their first message, which blocks the host for up to 0.7 s (NVIDIA/nccl#1487) and
+allocates device memory. Without this module that would happen during steps, as long as new pairs appear.
 
-Pairs are contacted in rounds, in each of which a rank meets one other rank at most. Every rank works out all rounds
-from the plan and goes through its own in order, waiting for each. This cannot deadlock: of the pairs that are not
-connected, those of the earliest round wait only for each other.
+Pairs connect in rounds, in each of which a rank contacts at most one other rank. Every rank computes all rounds from
+the plan and runs its own in order, waiting for each. This cannot deadlock: among unconnected pairs, those of the
+earliest round only wait for each other.
 
-Rings use each way of theirs in one direction. Layers in which tokens look back (windows, linear attention) use them in
-both, and some others (`plan.ring_order.halo_hops`): where a rank's model has such layers, as who hooks it knows
-(`expect_halo_pattern`), all ranks open these ways, too, once they are about to follow the plan.
+Rings use each connection in one direction. Layers in which tokens look back (windows, linear attention) use both
+directions, and some further connections (`plan.ring_order.halo_hops`). If any rank's model has such layers, as declared
+by `expect_halo_pattern`, all ranks open these, too, before they follow the plan.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ _REPORT_SECONDS = 10.0
 
 Hop = tuple[int, int]
 
-# How layers look back: up and down rings, and before ranks have exchanged tokens for heads.
+# # Connections of layers that look back: both directions of rings, or also those between tokens before a head exchange.
 HaloPattern = Literal["no", "rings", "whole heads"]
 _HALO_PATTERNS: Final[tuple[HaloPattern, ...]] = "no", "rings", "whole heads"
 _expected: set[HaloPattern] = set()
 
 
 def expect_halo_pattern(how: HaloPattern) -> None:
-    """Say how layers of this process's model look back; before `Session.steps`."""
+    """Declare how layers of this process's model look back; call it before `Session.steps`."""
     _expected.add(how)
 
 
 def agree_on_halo_pattern(world: World) -> HaloPattern:
-    """Return how layers of any rank's model look back. Every rank calls it."""
+    """Return the widest halo pattern that any rank's model declared. Every rank calls it."""
     told = torch.tensor([how in _expected for how in _HALO_PATTERNS], dtype=torch.int64, device="cpu")
     world.start_sum(told).wait()
-    # The last first, since each pattern opens all ways of those before it.
+    # # The last first, since each pattern includes the connections of those before it.
     return next((how for how, ranks in zip(_HALO_PATTERNS[:0:-1], told.tolist()[:0:-1], strict=True) if ranks), "no")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contact:
-    """A rank's part in one round.
+    """One rank's connection in one round.
 
     Attributes:
-        round: the round from 0.
+        round: index of the round.
         peer: the other rank.
-        sends, receives: in which directions rings will use the connection.
+        sends, receives: directions in which rings will use the connection.
     """
 
     round: int
@@ -72,13 +72,13 @@ class Contact:
 
 
 def planned_hops(plan: Path, *, halo_pattern: HaloPattern = "no") -> set[Hop]:
-    """Return (from, to) of every message that groups of a plan send; its whole rows are read.
+    """Return (from, to) of every message between ranks of a plan; reads the whole plan.
 
-    If all ranks of a wave share the encoder's work, any two may meet.
+    If all ranks of a wave balance the encoder's work, these are all pairs.
 
     Args:
         plan: plan file.
-        halo_pattern: the halo pattern of layers that do so, too.
+        halo_pattern: halo exchanges to include.
     """
     reader = PlanReader(plan)
     if reader.metadata.encoder_balance is not None:
@@ -88,7 +88,7 @@ def planned_hops(plan: Path, *, halo_pattern: HaloPattern = "no") -> set[Hop]:
 
 
 def hops_of(groups: Iterable[RingGroup], ranks_per_node: int, *, halo_pattern: HaloPattern = "no") -> set[Hop]:
-    """Return (from, to) of every message of groups, as `StepPlan.ring_groups` gives them."""
+    """Return (from, to) of every message of groups, as given by `StepPlan.ring_groups`."""
     kinds: list[Callable[..., list[Hop]]] = [ring_hops]
     if halo_pattern != "no":
         kinds.append(partial(halo_hops, whole_heads=halo_pattern == "whole heads"))
@@ -98,7 +98,7 @@ def hops_of(groups: Iterable[RingGroup], ranks_per_node: int, *, halo_pattern: H
 
 
 def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
-    """Return the round of each pair (lower rank first): the earliest in which neither rank connects to another.
+    """Return the round of each pair (lower rank first): the earliest in which both ranks are free.
 
     With at most P peers per rank there are fewer than 2 P rounds.
     """
@@ -106,7 +106,7 @@ def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
     rounds: dict[Hop, int] = {}
     for pair in sorted({(min(hop), max(hop)) for hop in hops}):
         taken = busy.setdefault(pair[0], set()) | busy.setdefault(pair[1], set())
-        # Of one number more than are taken, one is free.
+        # # One candidate more than taken rounds, so at least one is free.
         rounds[pair] = next(number for number in range(len(taken) + 1) if number not in taken)
         for rank in pair:
             busy[rank].add(rounds[pair])
@@ -114,7 +114,7 @@ def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
 
 
 def contacts_of(rank: int, hops: set[Hop]) -> list[Contact]:
-    """Return the contacts of a rank, round by round."""
+    """Return the connections of a rank, round by round."""
     contacts = []
     for pair, number in rounds_of(hops).items():
         if rank in pair:
@@ -127,20 +127,20 @@ def contacts_of(rank: int, hops: set[Hop]) -> list[Contact]:
 class Connections:
     """Open peer connections of a rank.
 
-    The connections of a plan are opened before its first step, those of a stream before the first step that uses them:
-    between steps, in rounds, so that no rank waits for a connection in the midst of a ring while another waits for that
-    rank in the next.
+    The connections of a plan are opened before its first step, those of a stream before the first step that uses them.
+    They are opened between steps, in rounds: otherwise a rank could wait for a connection inside one ring while another
+    waits for it in the next.
 
     Args:
-        transport: carries the rings.
-        rank: the rank of the plan.
+        transport: transport of the rings.
+        rank: rank in the plan.
         device: device of the messages.
-        peers: process of each rank of the plan that holds the same part of the model as this one; None if rank r is
-            process r.
+        peers: process of each rank of the plan within this process's tensor- and pipeline-parallel position; None if
+            rank r is process r.
 
     Attributes:
-        halo_pattern: way in which layers look back.
-        peers_met: contacted ranks; a rank counts again for each way that is opened later.
+        halo_pattern: halo exchanges of the model's layers.
+        peers_met: number of contacts; a peer counts again if a direction is opened later.
     """
 
     def __init__(
@@ -152,15 +152,15 @@ class Connections:
         self.peers_met = 0
 
     def open_for(self, step: StepPlan, ranks_per_node: int) -> None:
-        """Meet over the ways that a step's rings are the first to use. Every rank calls it, before the step."""
+        """Open the connections that a step is the first to use. Every rank calls it, before the step."""
         self.open_all(hops_of(step.ring_groups(), ranks_per_node, halo_pattern=self.halo_pattern))
 
     def open_all(self, hops: set[Hop], *, report: Callable[[str], None] | None = None) -> None:
-        """Send one number over each way that was not used before. Every rank calls it, with the same ways.
+        """Send one number over each new connection. Every rank calls it, with the same hops.
 
         Args:
-            hops: ways between ranks, as `planned_hops` finds those of a plan.
-            report: takes a line of progress every ten seconds, and one at the end, or None.
+            hops: (from, to) pairs, e.g. of `planned_hops`.
+            report: receives a progress line every ten seconds, and one at the end, or None.
         """
         new = hops - self._met
         if not new:
@@ -178,7 +178,7 @@ class Connections:
                 reported = time.monotonic()
                 report(f"connecting ranks: {done + 1} of {len(contacts)} peers of rank {self._rank}")
         if self._device.type != "cpu":
-            # On a device `wait` only enqueues: a way is open once the device has been through it.
+            # # On a device `wait` only enqueues: connections are open once the device has finished.
             torch.get_device_module(self._device).synchronize(self._device)
         if report is not None:
             pairs = counted(len({frozenset(hop) for hop in new}), "pair")
@@ -188,7 +188,7 @@ class Connections:
 
 
 def report_to_stderr(rank: int, device: torch.device) -> Callable[[str], None] | None:
-    """Return a printer of progress for rank 0 of a job on accelerators, else None: on a host it takes no time."""
+    """Return a progress printer for rank 0 of a job on accelerators, else None: on CPUs connecting takes no time."""
     if rank or device.type == "cpu":
         return None
     return lambda line: print(f"fcp: {line}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Waits for the store of node 0, at which the ranks of torchrun's nodes meet, no longer than for the nodes themselves.
+"""Wait for node 0's store, the rendezvous of torchrun's nodes, no longer than the join timeout.
 
-The store of another job may have let a node start its ranks, and be gone when they come. torch would then try to reach
-it as long as a rank waits for another: half an hour on CPUs.
+The store of another job may have let a node start its ranks, and be gone when they connect. torch would then retry for
+as long as ranks wait for each other: half an hour on CPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def await_store(environment: Mapping[str, str]) -> None:
     """Wait until the store of node 0's launcher accepts connections.
 
     Raises:
-        RunError: it did not within the time that nodes wait for each other.
+        RunError: it does not within the join timeout.
     """
     text = environment.get(_JOIN_VARIABLE, "")
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not text.isdecimal():

@@ -1,11 +1,11 @@
 """Move rows of a tensor from the ranks that computed them to the ranks that need them; gradients travel back.
 
-It connects a vision encoder, whose images are shared out by work, and a language model, whose tokens lie in zig-zag
-shards. It depends on neither: producers and consumers may be the same ranks, other ranks, or some of both. Senders and
-rows follow from one table that every rank computes by itself, so sizes are never sent.
+It connects a vision encoder, whose images are balanced by work, and a language model, whose tokens are in zig-zag
+shards. It depends on neither: producers and consumers may be the same ranks, other ranks, or a mix. Senders and rows
+follow from a table that every rank computes itself, so sizes are never sent.
 
-Messages go over the rings' communicator, in rounds that are in the same order on all ranks
-(`GroupChannel.exchange`), so the exchange cannot deadlock with itself or with the rings around it.
+Messages use the rings' communicator, in rounds of the same order on all ranks (`GroupChannel.exchange`), so an exchange
+cannot deadlock with itself or with the rings around it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fcp_cli.runtime.kernels.base import to_device
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Route:
-    """One rank's part of an exchange. Make it with `route`.
+    """One rank's part of an exchange. Create it with `route`.
 
     Attributes:
-        ranks: global ranks of all that take part.
-        index: this rank's place among them.
-        sends: per place, the rows of this rank's input that go there, in order.
-        receives: per place, the rows of this rank's output that come from there, in order.
+        ranks: global ranks of all participants.
+        index: this rank's index in `ranks`.
+        sends: per participant, the rows of this rank's input to send there, in order.
+        receives: per participant, the rows of this rank's output that arrive from there, in order.
     """
 
     ranks: tuple[int, ...]
@@ -41,19 +41,19 @@ class Route:
 
     @property
     def num_outputs(self) -> int:
-        """Return how many rows this rank gets."""
+        """Return the number of rows this rank receives."""
         return sum(map(len, self.receives))
 
 
 def route(producers: IntArray, consumers: IntArray, *, ranks: tuple[int, ...], index: int) -> Route:
-    """Work out one rank's part.
+    """Return one rank's route.
 
     Args:
-        producers: [rows] place in `ranks` of who computes each row; a producer's input holds its rows in this order.
-        consumers: [rows] place of who needs each row, -1 if none does; a consumer's output holds
-            its rows in this order.
-        ranks: global ranks of all that take part; the same on all of them.
-        index: this rank's place among them.
+        producers: [rows] index in `ranks` of each row's producer, whose input holds its rows in this order.
+        consumers: [rows] index in `ranks` of each row's consumer, or -1; a consumer's output holds its rows in this
+            order.
+        ranks: global ranks of all participants; the same on all of them.
+        index: this rank's index in `ranks`.
     """
     produced, consumed = (np.flatnonzero(places == index) for places in (producers, consumers))
     places = range(len(ranks))
@@ -66,13 +66,13 @@ def route(producers: IntArray, consumers: IntArray, *, ranks: tuple[int, ...], i
 
 
 def exchange(rows: Tensor, route: Route, transport: Transport | None) -> Tensor:
-    """Hand rows over and get those that this rank needs. Collective over the route's ranks, and so is its backward.
+    """Send rows and return those that this rank needs. Collective over the route's ranks, and so is its backward.
 
     Args:
-        rows: [at least as many as this rank produces, ...]; rows that no rank needs get zero gradient, so that one
-            that produces nothing may pass a dummy row to keep its own computation in the graph.
-        route: this rank's part; bound to the call, since another may be current by the time of the backward.
-        transport: carries the messages; None is enough if a single rank takes part.
+        rows: [at least as many as this rank produces, ...]; surplus rows get zero gradient, so a rank that produces
+            nothing can pass a dummy row to keep its own computation in the graph.
+        route: this rank's route, kept for backward, when another may be current.
+        transport: transport of the messages; may be None for a single participant.
 
     Returns:
         [route.num_outputs, ...]
@@ -96,14 +96,14 @@ class _Exchange(torch.autograd.Function):
 
 
 def move_rows(kind: str, rows: Tensor, route: Route, transport: Transport | None, *, num_outputs: int) -> Waits[Tensor]:
-    """Run one direction of an exchange; yield the handles it waits for.
+    """Run one direction of an exchange; yield the handles to wait for.
 
     Args:
-        kind: name of the messages, for records and errors.
+        kind: message name for records and errors.
         rows: [inputs, ...]
-        route: this rank's part.
-        transport: carries the messages.
-        num_outputs: rows of the result; those that no rank sends stay zero.
+        route: this rank's route.
+        transport: transport of the messages.
+        num_outputs: number of rows of the result; rows that no rank sends are zero.
     """
     out = rows.new_zeros(num_outputs, *rows.shape[1:])
     sends, receives = (

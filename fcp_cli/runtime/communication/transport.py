@@ -1,13 +1,13 @@
 """Exchange keys, values and their gradients between the members of a ring.
 
-A hop is one batch of at most one send and one receive, to and from global ranks. Everything runs over one
-communicator of all ranks, so a group of any ranks costs nothing to make: a plan changes groups with every
-micro-batch, and a communicator of NCCL or HCCL takes seconds and hundreds of megabytes.
+A hop is one batch of at most one send and one receive, between global ranks. Everything uses one communicator of all
+ranks, so groups of any ranks are free to create: a plan changes groups with every micro-batch, and an NCCL or HCCL
+communicator takes seconds and hundreds of megabytes.
 
-Why this cannot deadlock: NCCL and HCCL run a rank's operations on one communicator in the order of their issue, and a
-send blocks until its receive is posted. All ranks issue their hops in the plan's order, each hop's send and receive
-as one batch, and messages between two ranks arrive in the order they were sent. `verification/order.py` proves the
-order of a recorded run.
+Deadlock freedom: NCCL and HCCL run a rank's operations on one communicator in issue order, and a send blocks until its
+receive is posted. All ranks issue their hops in the plan's order, each hop's send and receive as one batch, and
+messages between two ranks arrive in the order they were sent. `verification/order.py` proves the order of a recorded
+run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Waits = Generator[Handle, None, Result]
 
 
 def drive(pass_: Waits[Result]) -> Result:
-    """Run a pass over a real transport: wait wherever it waits."""
+    """Run a pass over a real transport, waiting for each handle it yields."""
     while True:
         try:
             handle = next(pass_)
@@ -45,13 +45,13 @@ def drive(pass_: Waits[Result]) -> Result:
 
 
 class Transport(Protocol):
-    """Carries the hops of one rank."""
+    """Point-to-point messages of one rank."""
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
         """Start one hop.
 
         Args:
-            kind: name of the message ("kv", "dkv", "kv+dkv", "rows" or "drows"), for records and errors.
+            kind: message name for records and errors, e.g. "kv", "dkv", "kv+dkv" or "rows".
             send: contiguous tensor for global rank `to`, or None.
             receive: contiguous tensor to fill from global rank `source`, or None.
         """
@@ -60,12 +60,12 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupChannel:
-    """Messages between the members of one group, by their places in it. Places wrap around: -1 is the last member.
+    """Messages between the members of one group, addressed by index. Indices wrap around: -1 is the last member.
 
     Attributes:
         ranks: global ranks of the members, in order.
-        index: place of this member.
-        transport: carries the messages; None is enough if none is sent.
+        index: index of this member.
+        transport: transport of the messages; may be None if none are sent.
     """
 
     ranks: tuple[int, ...]
@@ -73,9 +73,9 @@ class GroupChannel:
     transport: Transport | None
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle | None:
-        """Start one hop, as `Transport.start` does; return None if nothing travels.
+        """Start one hop; see `Transport.start`. Return None if there is nothing to send or receive.
 
-        Empty tensors are not sent: both ends know the sizes from the layout, and some back ends reject empty messages.
+        Empty tensors are skipped: both ends know the sizes from the layout, and some back ends reject empty messages.
         """
         send = send if send is not None and send.numel() else None
         receive = receive if receive is not None and receive.numel() else None
@@ -88,23 +88,23 @@ class GroupChannel:
     def exchange(
         self, kind: str, sent_to: Callable[[int], Tensor], received_from: Callable[[int], Tensor]
     ) -> Waits[None]:
-        """Send every other member its tensor, and receive one from each; yield the handles it waits for.
+        """All-to-all: send a tensor to every other member, and receive one from each; yield the handles to wait for.
 
         In round j every member sends to the j-th after it and receives from the j-th before it: at most one send and
-        one receive per batch, the same rounds in the same order on all members.
+        one receive per batch, in the same order on all members.
         """
-        # All rounds are issued before the first is waited for: each has tensors of its own, so none needs another.
+        # # Issue all rounds before waiting: each has its own tensors, so none depends on another.
         under_way = []
         for distance in range(1, len(self.ranks)):
             to, source = ((self.index + step) % len(self.ranks) for step in (distance, -distance))
             send, receive = sent_to(to), received_from(source)
             if (handle := self.start(kind, send, to, receive, source)) is not None:
-                under_way.append((handle, send))  # which must live until it has left
+                under_way.append((handle, send))  # `send` must stay alive until it is sent
         for handle, _ in under_way:
             yield handle
 
     def gather(self, kind: str, own: Tensor) -> Waits[Tensor]:
-        """Return [members, ...] the equally large tensors of all members, each passed on around the group."""
+        """All-gather tensors of equal size around the group: return [members, ...]."""
         size = len(self.ranks)
         held = own.new_empty(size, *own.shape)
         held[self.index] = own
@@ -117,26 +117,27 @@ class GroupChannel:
 
 
 class ProcessTransport:
-    """Ranks as processes over torch.distributed: one process group of all ranks, which has run one collective.
+    """Ranks as processes, over one torch.distributed process group of all ranks.
 
-    Nothing else runs on the group: a collective of the script between two hops would take part in their order. Make it
-    with `ProcessTransport.create`, on every rank. CUDA tensors under gloo are staged through pinned host memory.
+    The group is reserved for hops: a collective of the script between two hops would break their order. Create it with
+    `ProcessTransport.create`, on every rank. On CUDA under gloo, tensors are staged through pinned host memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
-        # gloo sends host memory only.
+        # # gloo only sends host memory.
         self._staged = device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(group)
 
     @classmethod
     def create(cls, device: torch.device) -> ProcessTransport:
-        """Make the group and let all ranks meet. Every rank of the default group calls it, once, before the first step.
-        The first operation of a communicator must not involve only some of its ranks, so a reduction over all runs
-        here; afterwards any ranks may talk. `connections` opens the ways that they use.
+        """Create the group and connect all ranks. Every rank calls it once, before the first step.
+
+        The first operation of a communicator must involve all ranks, hence the all-reduce. `connections` opens the peer
+        connections for hops.
         """
         ranks = list(range(dist.get_world_size()))
         with warnings.catch_warnings():
-            # The options' own time-out would override the group's.
+            # # torch warns that the options' own timeout overrides the group's.
             warnings.filterwarnings("ignore", message=".*_timeout was specified")
             group = dist.new_group(
                 ranks, group_desc="rings", timeout=rank_timeout(), pg_options=_priority_options(device)
@@ -148,7 +149,7 @@ class ProcessTransport:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Return the group of all ranks, for other implementations of rings that name global ranks."""
+        """Return the process group of all ranks, for other ring implementations that address global ranks."""
         return self._group
 
     def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
@@ -157,11 +158,11 @@ class ProcessTransport:
         return _Hop(_batch(self._group, send, to, receive, source))
 
     def meet(self, device: torch.device) -> None:
-        """Run a reduction, for which the communicator is made. Collective over the group."""
+        """Run an all-reduce, which creates the communicator. Collective over the group."""
         dist.all_reduce(torch.zeros(1, device="cpu" if self._staged else device), group=self._group)
 
     def warm_up(self, device: torch.device) -> None:
-        """Run a reduction and one hop around the group, if all of it is one ring. Collective over it."""
+        """Run an all-reduce, and one hop around the group as if it were one ring. Collective over the group."""
         self.meet(device)
         ranks = dist.get_process_group_ranks(self._group)
         place = ranks.index(dist.get_rank())
@@ -171,9 +172,9 @@ class ProcessTransport:
 
 
 def _priority_options(device: torch.device) -> Any:
-    """Return options by which NCCL runs hops ahead of compute that was queued before them; None for other back ends.
+    """Return options that let NCCL run hops ahead of queued compute kernels, or None for other back ends.
 
-    A hop takes few of the multiprocessors; behind the blocks of a long kernel it would wait for them to finish.
+    A hop uses few multiprocessors, but behind a long kernel it would wait for the kernel's blocks to finish.
     """
     if f"{device.type}:nccl" not in dist.get_backend_config():
         return None
@@ -202,14 +203,14 @@ class _Hop:
 
 
 class _StagedHop:
-    """A hop from device to pinned host, over gloo, and back. For tests and rehearsals, not for speed."""
+    """Hop through pinned host memory over gloo. For tests and rehearsals, not for speed."""
 
     def __init__(
         self, group: dist.ProcessGroup, send: Tensor | None, to: int, receive: Tensor | None, source: int
     ) -> None:
         self._receive = receive
         self._sent = None if send is None else _pinned_like(send).copy_(send)  # blocks until the copy is complete
-        # Both are kept until the hop ends: gloo reads and writes them meanwhile.
+        # # Both tensors must stay alive until the hop ends, since gloo reads and writes them.
         self._received = None if receive is None else _pinned_like(receive)
         self._works = _batch(group, self._sent, to, self._received, source)
 

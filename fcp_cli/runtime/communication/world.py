@@ -1,4 +1,4 @@
-"""All ranks of the job, as the runtime needs them besides rings: a few small collectives, joining and leaving."""
+"""All ranks of the job, outside rings: small collectives, and joining and leaving the process group."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.communication.node_0_store import await_store
 
-# Seconds that ranks wait for each other in an operation; `fcp launch --rank-timeout` sets it.
+# # Timeout of collectives in seconds; set by `fcp launch --rank-timeout`.
 _TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"
-# How long the ranks of msrun wait for each other at the start; it sets this variable for them.
+# # Rendezvous timeout of msrun's ranks in seconds; msrun sets it for them.
 _MSRUN_SECONDS = "MS_TOPO_TIMEOUT"
 
 
@@ -39,15 +39,15 @@ class World(Protocol):
     def all_reduce_sum(self, tensor: Tensor) -> None: ...
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's tensor to all."""
+        """Copy rank 0's tensor to all ranks."""
         ...
 
     def start_sum(self, tensor: Tensor) -> Waitable:
-        """Begin to sum a tensor in host memory, in parallel with the devices' work."""
+        """Start an asynchronous all-reduce of a tensor in host memory."""
         ...
 
     def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
-        """Tell one rank a tensor in host memory, and hear one from another, which does the same."""
+        """Send the host tensor `told` to rank `to`, and receive `heard` from rank `source`."""
         ...
 
 
@@ -55,7 +55,7 @@ class ProcessWorld:
     """The default process group of torch.distributed."""
 
     def __init__(self) -> None:
-        self._host_group: dist.ProcessGroup | None = None  # None: the default one
+        self._host_group: dist.ProcessGroup | None = None  # None: the default group
 
     @property
     def rank(self) -> int:
@@ -76,48 +76,48 @@ class ProcessWorld:
         return work
 
     def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
-        group = self._hosts()  # hops of rings use a separate group
+        group = self._hosts()  # separate from the group of the rings' hops
         both = [dist.P2POp(dist.isend, told, to, group), dist.P2POp(dist.irecv, heard, source, group)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
     def _hosts(self) -> dist.ProcessGroup | None:
-        """Return the group of the hosts; every rank asks for it first in a sum, since it may have to be made."""
+        """Return the group for host tensors; collective at its first call, which may create it."""
         backends = dist.get_backend_config()
         if self._host_group is None and "cpu:" not in backends and any(kind in backends for kind in ("nccl", "hccl")):
-            self._host_group = dist.new_group(backend="gloo")  # the script's own group carries nothing of the host's
+            self._host_group = dist.new_group(backend="gloo")  # the script's group has no back end for host tensors
         return self._host_group
 
 
 def gather_rows(world: World, own: Tensor, device: torch.device | None = None) -> list[Tensor]:
-    """Return the tensors [n, ...] of all ranks, in order, which may differ in n. Every rank calls it.
+    """All-gather tensors [n, ...] of possibly different n. Every rank calls it.
 
-    They are sums of tensors of zeros in which each rank has its place.
+    Implemented as an all-reduce of zeros into which each rank writes its own rows.
 
     Args:
         world: all ranks.
-        own: this rank's.
-        device: the device of the collectives; None: between hosts.
+        own: this rank's tensor.
+        device: device of the collectives, or None for host tensors.
     """
     counts = [count for (count,) in gather_words(world, (len(own),), device)]
     begin = sum(counts[: world.rank])
     told = torch.zeros((sum(counts), *own.shape[1:]), dtype=own.dtype, device="cpu" if device is None else device)
     told[begin : begin + len(own)] = own
-    # The same on all ranks, so that none waits alone.
+    # # The condition is the same on all ranks, so none hangs.
     if len(told):
         _sum(world, told, device)
     return list(torch.split(told, counts))
 
 
 def gather_words(world: World, own: Sequence[int], device: torch.device | None = None) -> list[list[int]]:
-    """Return the numbers of all ranks, in order, as many of each. Every rank calls it.
+    """All-gather numbers, equally many from each rank. Every rank calls it.
 
     Args:
         world: all ranks.
-        own: this rank's: with a device, numbers that every back end's int32 can hold.
-        device: the device of the collectives; None: between hosts.
+        own: this rank's numbers; with a device, they must fit int32, which every back end supports.
+        device: device of the collectives, or None for host tensors.
     """
-    # Kept from a script's own default device.
+    # # An explicit device, since the script may have set a default device.
     dtype, place = (torch.int64, torch.device("cpu")) if device is None else (torch.int32, device)
     told = torch.zeros((world.size, len(own)), dtype=dtype, device=place)
     told[world.rank] = torch.tensor(own, dtype=dtype, device=place)
@@ -134,13 +134,13 @@ def _sum(world: World, told: Tensor, device: torch.device | None) -> None:
 
 
 def gather_texts(world: World, text: str) -> list[str]:
-    """Return the texts of all ranks, in order, on every rank; told between hosts."""
+    """All-gather texts through host tensors."""
     own = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
     return [told.numpy().tobytes().decode() for told in gather_rows(world, own)]
 
 
 def _msrun_store(rank: int, size: int, seconds: int) -> Any:
-    """Return the rendezvous store of ranks that msrun started; unlike torchrun, it does not join nodes first."""
+    """Return the rendezvous store of ranks started by msrun which, unlike torchrun, does not join nodes first."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         store = torch._C._distributed_c10d.TCPStore(
@@ -151,14 +151,14 @@ def _msrun_store(rank: int, size: int, seconds: int) -> Any:
             f"the ranks did not come together at {host}:{port} within {seconds} s; start all nodes with the same plan, "
             "make sure that --master-addr and --master-port are node 0's own, or wait longer with --join-timeout"
         ) from error
-    store.set_timeout(dist.default_pg_timeout)  # the other was only for joining
+    store.set_timeout(dist.default_pg_timeout)  # the timeout above was for joining only
     return store
 
 
 def local_device() -> torch.device:
-    """Return the device of this process: its local rank's CUDA or NPU device if there is one, else the CPU.
+    """Return this process's device: the local rank's CUDA or NPU device if there is one, else the CPU.
 
-    If the script has already set up torch.distributed, its back end decides.
+    If the script has already initialised torch.distributed with gloo, it is the CPU.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         return torch.device("cpu")
@@ -171,7 +171,7 @@ def local_device() -> torch.device:
 
 
 def rank_timeout() -> timedelta | None:
-    """Return how long ranks are to wait for each other; None: as long as torch does by itself."""
+    """Return the timeout of operations between ranks, or None for torch's default."""
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
         return None
@@ -181,7 +181,7 @@ def rank_timeout() -> timedelta | None:
 
 
 def join_process_group(device: torch.device) -> bool:
-    """Initialise torch.distributed unless the script has; return whether it was done here.
+    """Initialise torch.distributed unless the script has; return whether it was initialised here.
 
     Without torchrun's environment variables the process is the only rank.
     """
@@ -189,11 +189,11 @@ def join_process_group(device: torch.device) -> bool:
     if dist.is_initialized():
         return False
     if device.type != "cpu":
-        # Before the group is made: communicators of NCCL and HCCL are bound to the current device.
+        # # Before the group is created: NCCL and HCCL communicators are bound to the current device.
         torch.get_device_module(device).set_device(device)
-    # gloo is there on every device, for messages from host memory.
+    # # Always include gloo, for messages from host memory.
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device.type]
-    # With its device, NCCL makes the communicator now instead of at the first operation, and barriers know theirs.
+    # # With device_id, NCCL creates the communicator eagerly, and barriers know their device.
     bound = device if device.type == "cuda" and device.index is not None else None
     given: dict[str, Any] = {"timeout": rank_timeout(), "device_id": bound}
     if "RANK" in os.environ and _MSRUN_SECONDS in os.environ:
@@ -210,11 +210,11 @@ def join_process_group(device: torch.device) -> bool:
 
 
 def leave_process_group() -> None:
-    """Destroy the process groups that are left when a script has ended, before the interpreter does.
+    """Destroy the remaining process groups when a script has ended, before the interpreter exits.
 
-    Gloo's threads may still hold a tensor of the last collective, and a thread that needs Python while Python ends
-    aborts the process: a job whose work was done would fail. After an exception nothing is done here: it may have
-    left a collective that will never end, and the job fails in any case.
+    Gloo's threads may still hold a tensor of the last collective, and a thread that needs Python during finalization
+    aborts the process: a finished job would fail. After an exception nothing is destroyed: a collective may never
+    complete, and the job fails in any case.
     """
     if dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
