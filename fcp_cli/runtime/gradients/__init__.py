@@ -1,10 +1,10 @@
-"""Sum gradients over all ranks once per step, for plain modules, DDP, FSDP2 and DeepSpeed.
+"""Reduce gradients over all ranks once per step, for plain modules, DDP, FSDP2 and DeepSpeed.
 
-No reduction runs inside a backward of which ranks have different numbers: it would wait for ranks that wait for a hop
-behind it. A reducer that averages over ranks, although the training objective is a sum, names a factor that the loss is
-multiplied with.
+No reduction runs inside backwards of which ranks have different numbers: it would wait for ranks that wait for a hop
+issued after it. Reducers that average over ranks, although the training objective is a sum, provide a factor to
+multiply the loss with.
 
-`choice.gradient_sync` finds the reducer of a model; `wrapping` finds the wrapper around a model.
+`choice.gradient_sync` selects the reducer of a model; `wrapping` finds the wrapper that reduces its gradients.
 """
 
 from fcp_cli.runtime.gradients.base import GradientSync

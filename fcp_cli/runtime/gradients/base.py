@@ -8,44 +8,44 @@ from torch import nn
 
 
 class GradientSync:
-    """A way to sum the gradients of one kind of model over all ranks. This one leaves the sum to the script.
+    """Gradient reducer of one kind of model; this base class leaves the reduction to the script.
 
-    `Session.steps(GradientSync())` says so: without it, and without a model, a job of several ranks is stopped.
+    Pass it as `Session.steps(GradientSync())`. With neither it nor a model, a job of several ranks raises.
     """
 
     loss_factor = 1.0
-    """Factor on the loss that makes reduced gradients sums over ranks; up to date after `before_microbatch`."""
+    """Factor on the loss that turns averaged gradients into sums over ranks; valid after `before_microbatch`."""
 
     trains = True
     """Whether micro-batches have a backward; False under a plan of forward passes."""
 
     lets_ranks_run_apart = True
-    """Whether a rank may run other modules, and separate backwards, while others run the whole model."""
+    """Whether a rank may run other modules and separate backwards while others run the whole model."""
 
     def summed(self) -> Iterator[nn.Parameter] | None:
-        """Return the parameters whose gradients are summed, sharded and whole; None: whichever the script sums."""
+        """Return the parameters with reduced gradients, sharded and unsharded, or None if the script reduces them."""
         return None
 
     def begin(self) -> None:
-        """Prepare for a step; called before the first micro-batch, when gradients of steps before may be there."""
+        """Prepare for a step. Called before its first micro-batch; gradients of earlier steps may still be present."""
 
     def drop(self) -> None:
-        """Let go of all gradients, so that an optimizer changes nothing; called after `reduce`."""
+        """Drop all gradients, so that an optimizer changes nothing. Called after `reduce`."""
 
     def before_microbatch(self, *, is_last: bool) -> None:
-        """Prepare the model for one micro-batch; called before the forward of each."""
+        """Prepare the model for one micro-batch. Called before each forward."""
 
     def reduce(self) -> None:
-        """Make gradients sums over all ranks; called after the backward of the step's last micro-batch."""
+        """Turn gradients into sums over all ranks. Called after the backward of the step's last micro-batch."""
 
     def finish(self) -> None:
-        """Act on gradients that are final; called after `reduce`, and after `drop` if that was called."""
+        """Act on the final gradients. Called after `reduce`, and after `drop` if the step is skipped."""
 
     def restore(self) -> None:
-        """Leave the model as it was found; called when the step is over, finished or given up."""
+        """Restore the model's original state. Called when the step ends, finished or abandoned."""
 
 
 def drop_gradients(model: nn.Module) -> None:
-    """Let go of the gradients of all parameters of a model."""
+    """Drop the gradients of all parameters of a model."""
     for parameter in model.parameters():
         parameter.grad = None

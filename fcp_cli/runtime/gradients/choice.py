@@ -1,4 +1,4 @@
-"""Find the way to sum the gradients of a model."""
+"""Select the gradient reducer of a model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def gradient_sync(
     reduce: Reduce = "wave",
     phase: Phase | None = None,
 ) -> GradientSync:
-    """Return the way to sum a model's gradients; a model may define its own.
+    """Return the gradient reducer of a model; a `GradientSync` is returned as is.
 
     Args:
-        model: the model that is trained.
+        model: the trained model.
         world: all ranks.
-        sync: the sync of the plan.
+        sync: the plan's sync mode.
         reduce: when a reducer that shards gradients reduces them; see `fsdp.FsdpWaveSync`.
-        phase: the phase of the plan; in `forward` there are no gradients.
+        phase: the plan's phase; in `forward` there are no gradients.
     """
     if phase == "forward":
         return forward_sync(model, world, sync)

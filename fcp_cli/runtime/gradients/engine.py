@@ -1,12 +1,13 @@
-"""DeepSpeed's engines, with ZeRO 0 to 3.
+"""Gradient reduction of DeepSpeed engines, with ZeRO 0 to 3.
 
-An engine reduces gradients inside each backward, or in the one that it takes for a batch's last, by a number of its
-configuration. Under a plan ranks have different numbers of micro-batches, and which is the last depends on the step. So
-reductions wait for the end of the step (`coalesce_grad_reduction`), at any stage; or, if ZeRO 2 and 3 keep
-shares of the gradients only, they run in every backward of waves, of which all ranks have equally many.
+An engine reduces gradients inside every backward, or inside the last of a batch, which it determines by counting to its
+configured number of micro-batches. Under a plan ranks have different numbers of micro-batches, and which is the last
+depends on the step. Reductions are therefore deferred to the end of the step (`coalesce_grad_reduction`), at any stage.
+Alternatively, if ZeRO 2 or 3 keeps gradients sharded, they run in every backward of waves, of which all ranks have the
+same number.
 
-A loop for DeepSpeed calls `engine.step()` after every micro-batch, and the engine acts on the last of a batch: so it
-does here.
+As in any DeepSpeed loop, the script may call `engine.step()` after every micro-batch, and only the last call of a step
+has an effect.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _SUBSTITUTED = ("step", "set_gradient_accumulation_boundary")
 
 
 def engine_sync(engine: Any, world: World, sync: Sync, reduce: Reduce) -> EngineSync:
-    """Return the way to sum the gradients of a DeepSpeed engine.
+    """Return the gradient reducer of a DeepSpeed engine.
 
     Args:
         engine: the engine of `deepspeed.initialize`.
         world: all ranks.
-        sync: the sync of the plan.
+        sync: the plan's sync mode.
         reduce: when ZeRO 2 and 3 reduce gradients in waves: in every `wave`, or once a `step`.
     """
     _check_engine(engine, world)
@@ -46,7 +47,7 @@ def engine_sync(engine: Any, world: World, sync: Sync, reduce: Reduce) -> Engine
 
 
 class EngineSync(GradientSync):
-    """A DeepSpeed engine, whose gradients are reduced once a step, after all backwards, or in every wave."""
+    """DeepSpeed engine whose gradients are reduced once a step, after all backwards, or in every wave."""
 
     lets_ranks_run_apart = False
 
@@ -55,7 +56,7 @@ class EngineSync(GradientSync):
         self._reduces_waves = reduces_waves
         self._held_back = ExitStack()
         self._has_begun = False
-        self._reduced_at = -1  # the engine's own count of steps
+        self._reduced_at = -1  # the engine's step count at the last reduction
         self._asked_step: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.loss_factor = _divisor(engine)
 
@@ -74,9 +75,9 @@ class EngineSync(GradientSync):
         self.loss_factor = _divisor(engine)
         if not self._has_begun:
             self._begin()
-        # The class's own: on the instance a method that does nothing keeps the script from moving the boundary.
+        # # Call the class's method: `_begin` shadows it on the instance, so that the script cannot move the boundary.
         type(engine).set_gradient_accumulation_boundary(engine, self._reduces_waves and is_last)
-        self._asked_step = None  # only the step after the last micro-batch is a batch's last step
+        self._asked_step = None  # only a call after the last micro-batch counts
 
     def _begin(self) -> None:
         engine = self._engine
@@ -94,7 +95,7 @@ class EngineSync(GradientSync):
         self._leave_engine()
         self._reduced_at = self._engine.global_steps
         self._held_back.close()
-        # The boundary stays: `engine.step()` asks for it, here or in the script.
+        # # The boundary stays set: `engine.step()` checks it, in `finish` or in the script.
         self._engine.set_gradient_accumulation_boundary(True)
 
     def drop(self) -> None:
@@ -104,14 +105,14 @@ class EngineSync(GradientSync):
         )
 
     def finish(self) -> None:
-        """Take the step that the loop asked for after its last micro-batch."""
+        """Run the optimizer step that the loop requested after its last micro-batch."""
         if self._asked_step is not None:
             args, kwargs = self._asked_step
             self._asked_step = None
             self._engine.step(*args, **kwargs)
 
     def restore(self) -> None:
-        with _without_flush(self._engine):  # given up: leaving reduces, which other ranks may never join
+        with _without_flush(self._engine):  # abandoned step: reducing on exit could hang
             self._held_back.close()
         self._leave_engine()
 
@@ -123,12 +124,12 @@ class EngineSync(GradientSync):
 
 @contextmanager
 def _without_reductions(engine: Any) -> Iterator[None]:
-    """Keep gradients where backwards leave them, on each rank, and reduce them on leaving."""
+    """Keep gradients local to each rank within the block; reduce them on exit."""
     if hasattr(engine.optimizer, "_coalesce_grad_reduction"):
         with engine.coalesce_grad_reduction():
             yield
         return
-    # Stage 0, and stage 1 in bf16 with gradients in fp32, have an older optimizer without that.
+    # # Stage 0, and stage 1 in bf16 with fp32 gradients, have an older optimizer without `_coalesce_grad_reduction`.
     with engine.no_sync():
         yield
     engine.set_gradient_accumulation_boundary(True)
@@ -140,7 +141,7 @@ def _without_flush(engine: Any) -> Iterator[None]:
     """Disable an engine's reductions within the block."""
     names = [name for name in dir(type(engine)) if name.startswith("_flush_coalesced_reduction")]
     names.append("allreduce_gradients")
-    # Attributes of the instance hide the methods of its class until they are popped.
+    # # Instance attributes shadow the methods of the class until they are popped.
     vars(engine).update(dict.fromkeys(names, lambda *_: None))
     try:
         yield
@@ -150,13 +151,13 @@ def _without_flush(engine: Any) -> Iterator[None]:
 
 
 def _divisor(engine: Any) -> float:
-    """Return the divisor of an engine's gradients: ranks, and the micro-batches of its configuration."""
+    """Return the divisor of an engine's gradients: the number of ranks times its configured number of micro-batches."""
     ranks = engine.dp_world_size if engine.gradient_average else 1
     return float(ranks * engine.gradient_accumulation_steps())
 
 
 def _check_engine(engine: Any, world: World) -> None:
-    """Raise RunError if an engine does more to gradients than to sum them over all ranks."""
+    """Raise RunError if an engine does anything to gradients but reduce them over all ranks."""
     optimizer = engine.optimizer
     held = hasattr(optimizer, "_coalesce_grad_reduction") or type(optimizer).__name__ == "BF16_Optimizer"
     managed = getattr(engine, "managed_gradient_accumulation", lambda: True)

@@ -1,4 +1,4 @@
-"""Forward-only steps, e.g. for log-probabilities and reference models: nothing is summed over ranks."""
+"""Forward-only steps, e.g. for log-probabilities and reference models: no gradients and no reduction."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fcp_cli.runtime.gradients.wrapping import is_deepspeed_engine, reducing_mod
 
 
 class ForwardSync(GradientSync):
-    """A model that runs without gradients from the first of a step's micro-batches to its end.
+    """Disables gradients from a step's first micro-batch to its end.
 
     Args:
-        gathers: gathers the weights of a sharded model for a step; None: the model does so itself, or is whole.
-        replica: a model in DistributedDataParallel, which is kept from sending its buffers in forwards, of which ranks
-            have different numbers.
+        gathers: reducer that gathers the weights of a sharded model for a step, or None if that is not needed.
+        replica: model in DistributedDataParallel, or None. Its forwards must not broadcast buffers, since ranks run
+            different numbers of forwards.
     """
 
     trains = False
@@ -38,7 +38,7 @@ class ForwardSync(GradientSync):
         torch.set_grad_enabled(False)
 
     def before_microbatch(self, *, is_last: bool) -> None:
-        torch.set_grad_enabled(False)  # a loop may have switched it on for something else
+        torch.set_grad_enabled(False)  # the loop may have enabled it in between
         if self._gathers is not None:
             self._gathers.before_microbatch(is_last=is_last)
         if self._replica is not None:
@@ -53,7 +53,7 @@ class ForwardSync(GradientSync):
 
 
 def forward_sync(model: nn.Module | GradientSync | None, world: World, sync: Sync) -> ForwardSync:
-    """Return the preparation of a model for a step of forward passes."""
+    """Return the reducer of a model for forward-only steps."""
     if model is None or isinstance(model, GradientSync):
         return ForwardSync()
     part = reducing_module(model)
@@ -62,12 +62,12 @@ def forward_sync(model: nn.Module | GradientSync | None, world: World, sync: Syn
     if isinstance(part, FSDPModule):
         return ForwardSync(gathers=fsdp_sync(part, world, sync, "wave"))
     if is_deepspeed_engine(part):
-        engine_sync(part, world, sync, "wave")  # refuses models that gather in every forward
+        engine_sync(part, world, sync, "wave")  # raises for ZeRO 3 under sync iteration
     return ForwardSync()
 
 
 def without_backward(loss: Tensor, place: str) -> Tensor:
-    """Return a loss (0-d) whose backward stops with one line, as it has none."""
+    """Return a loss (0-d) whose backward raises RunError, since the plan has no training."""
     with torch.enable_grad():
         refused = loss.detach().requires_grad_()
         refused.register_hook(lambda _: _refuse(place))  # type: ignore[no-untyped-call]

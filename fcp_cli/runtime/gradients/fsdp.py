@@ -1,7 +1,8 @@
-"""Models that FSDP2 (`fully_shard`) shards over all ranks, and those that its `replicate` copies.
+"""Gradient reduction of models sharded by FSDP2 (`fully_shard`) or copied by its `replicate`.
 
-FSDP2 gathers weights: before each layer if it frees them, which needs waves, else once, before the step's first
-micro-batch. In waves all ranks gather, hop and reduce in one order, which the order check proves of recorded runs.
+FSDP2 gathers weights before each layer if layers free them, which needs waves; else once, before the step's first
+micro-batch. In waves all ranks gather, hop and reduce in the same order, which the order check proves for recorded
+runs.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from fcp_cli.runtime.gradients.base import GradientSync, drop_gradients
 
 
 def fsdp_sync(model: nn.Module, world: World, sync: Sync, reduce: Reduce) -> GradientSync:
-    """Return the way to sum the gradients of a model whose root is an FSDP2 module.
+    """Return the gradient reducer of a model whose root is an FSDP2 module.
 
     Args:
-        model: the model that is trained; all that it trains is sharded.
+        model: the trained model; all its trainable parameters are sharded.
         world: all ranks.
-        sync: the sync of the plan.
+        sync: the plan's sync mode.
         reduce: when layers that free their weights reduce gradients; see `FsdpWaveSync`.
     """
     _check_covers(model, world)
@@ -43,10 +44,10 @@ def fsdp_sync(model: nn.Module, world: World, sync: Sync, reduce: Reduce) -> Gra
 
 
 class _FsdpSync(GradientSync):
-    """Base of both reducers: the loss is multiplied by the divisor of the gradients.
+    """Base of both reducers: multiplies the loss by the divisor of the gradients.
 
-    FSDP2 divides by the number of ranks, unless the script sets a divisor, as torchtitan does: it divides by 1. So the
-    divisor is read anew for each micro-batch.
+    FSDP2 divides by the number of ranks unless the script sets another divisor (torchtitan sets 1), so the divisor is
+    read for each micro-batch.
     """
 
     lets_ranks_run_apart = False
@@ -62,11 +63,11 @@ class _FsdpSync(GradientSync):
         self.loss_factor = self._divisor()
 
     def summed(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters, and their unsharded counterparts in a forward, which autograd knows."""
+        """Yield the parameters and their unsharded counterparts, which appear in the autograd graph."""
         yield from self._model.parameters()
         for _, group in self._groups:
             for held in group.fsdp_params:
-                if hasattr(held, "_unsharded_param"):  # made when it is first gathered
+                if hasattr(held, "_unsharded_param"):  # created by the first gather
                     yield held._unsharded_param
 
     def drop(self) -> None:
@@ -83,7 +84,7 @@ class _FsdpSync(GradientSync):
             )
 
     def _divisor(self) -> float:
-        """Return the divisor of gradients, which is the same number for all layers, or raise RunError."""
+        """Return the divisor of gradients; raise RunError if layers have different ones."""
         first = None
         for name, group in self._groups:
             divisor = _gradient_divisor(name, group, self._world)
@@ -97,11 +98,11 @@ class _FsdpSync(GradientSync):
 
 
 class FsdpWaveSync(_FsdpSync):
-    """FSDP2 (`fully_shard`) that gathers each layer's weights again: all ranks together, micro-batch by micro-batch.
+    """FSDP2 that gathers each layer's weights in every micro-batch: all ranks together, wave by wave.
 
-    Gradients are reduced inside the backward of every wave, which all ranks run equally many of, so that each rank
-    holds only its share of them; or only inside the last one, which sends less, but until then each rank holds them
-    whole. Copies of the shards (HSDP) are summed in the last one in either case.
+    All ranks run the same number of waves. By default gradients are reduced inside the backward of every wave, so that
+    each rank only holds its shard of them. With `reduce="step"` they are reduced inside the last one only, which sends
+    less, but each rank holds whole gradients until then. HSDP replicas are reduced in the last wave in either case.
     """
 
     def __init__(self, model: nn.Module, world: World, reduce: Reduce = "wave") -> None:
@@ -123,9 +124,9 @@ class FsdpWaveSync(_FsdpSync):
 class FsdpStepSync(_FsdpSync):
     """FSDP2 that keeps its weights: they are gathered once a step, and gradients are reduced once, at its end.
 
-    Between the two no collective runs, so ranks may run different numbers of micro-batches: ZeRO-2, whose gradients
-    are whole on every rank until the step ends. All layers are gathered before the first forward and none inside it:
-    a rank in a ring would wait there for a rank whose own gather waits for it.
+    No collective runs in between, so ranks may run different numbers of micro-batches. Memory is like ZeRO-2, with
+    whole gradients on every rank until the step ends. All layers are gathered before the first forward and none inside
+    it, where a rank in a ring would deadlock with a rank whose own gather waits for it.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -143,17 +144,17 @@ class FsdpStepSync(_FsdpSync):
         self._is_gathered = True
 
     def reduce(self) -> None:
-        """Finish as FSDP2's last backward does, for all layers: reduce-scatter, and free the weights."""
+        """Run FSDP2's final backward callback for all layers: reduce-scatter, and free the weights."""
         super().reduce()
         self._set(True)
-        # Private, but the only way: by its public ones FSDP2 reduces inside a backward, of which ranks run different
-        # numbers.
+        # # Private, but the only way: through its public API FSDP2 reduces inside a backward, of which ranks run
+        # different numbers.
         self._model._get_fsdp_state()._root_post_backward_final_callback()
         self._is_gathered = False
 
     def restore(self) -> None:
         self._set(True)
-        if self._is_gathered:  # the step was aborted: the optimizer holds the shards
+        if self._is_gathered:  # aborted step: reshard, since the optimizer holds the shards
             for layer in self._layers:
                 layer.reshard()
             self._is_gathered = False
@@ -165,24 +166,24 @@ class FsdpStepSync(_FsdpSync):
 
 
 def _param_groups(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the groups of parameters that FSDP2 gathers and reduces together, with the names of their layers."""
+    """Yield FSDP2's parameter groups, which are gathered and reduced together, with the names of their layers."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there is one, or none
+            groups = getattr(state, "_fsdp_param_groups", None)  # before torch 2.13 there is at most one
             for group in [state._fsdp_param_group] if groups is None else groups:
                 if group is not None:
                     yield name or "the model", group
 
 
 def _gradient_divisor(name: str, group: Any, world: World) -> float:
-    """Return one group's divisor of gradients."""
+    """Return the gradient divisor of one parameter group."""
     if getattr(group, "_all_reduce_hook", None) is not None:
         raise RunError(
             f"FSDP2 gives the gradients of {name} to an all-reduce hook of the script; under a plan gradients are "
             "summed over all ranks: remove set_all_reduce_hook"
         )
-    # Before torch 2.8 a factor becomes an operation of NCCL, of which the number cannot be read.
+    # # Before torch 2.8 a factor is wrapped in an NCCL reduce op, from which it cannot be read.
     opaque = getattr(group, "reduce_scatter_reduce_op", None) is not None
     if opaque or not (hasattr(group, "gradient_divide_factor") or hasattr(group, "reduce_scatter_reduce_op")):
         raise RunError(
@@ -194,9 +195,9 @@ def _gradient_divisor(name: str, group: Any, world: World) -> float:
 
 
 def _check_covers(model: nn.Module, world: World) -> None:
-    """Raise RunError if the gradients of a parameter would miss those of some ranks.
+    """Raise RunError if a parameter's gradient would not be reduced over all ranks.
 
-    It is not enough that its mesh has all ranks: with tensor parallelism, FSDP2 sums over one dimension of it.
+    A mesh of all ranks is not sufficient: with tensor parallelism, FSDP2 reduces over one of its dimensions only.
     """
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
@@ -219,10 +220,10 @@ def _require_all_ranks(sharded: str, covered: int, world: World) -> None:
 
 
 def _layer_that_gathers_again(model: nn.Module) -> str | None:
-    """Return the first FSDP2 layer that lets go of its weights after its forward, to gather them again."""
+    """Return the name of the first FSDP2 layer that frees its weights after forward, or None."""
     root: Any = model
     for name, group in _param_groups(model):
-        # The root keeps its weights by default, but records so only at its first forward.
+        # # The root keeps its weights by default, but only records so at its first forward.
         undecided = name == "the model" and getattr(root._get_fsdp_state(), "_auto_reshard_after_forward", True)
         if group.post_forward_mesh_info is not None and not undecided:
             return name

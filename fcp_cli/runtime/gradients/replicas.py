@@ -1,4 +1,4 @@
-"""Models whose weights every rank holds whole: as they are, or in DistributedDataParallel."""
+"""Gradient reduction of models with whole weights on every rank: plain, or in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.world import World
 from fcp_cli.runtime.gradients.base import GradientSync, drop_gradients
 
-_BUCKET_BYTES = 32 << 20  # large enough to fill a link, small enough for a flat copy
+_BUCKET_BYTES = 32 << 20  # large enough for full bandwidth, small enough for a flat copy
 
 
 class PlainSync(GradientSync):
-    """A model that nothing wraps: starts from rank 0's weights, and its gradients are summed in flat buckets.
+    """Unwrapped model: starts from rank 0's weights, and its gradients are all-reduced in flat buckets.
 
-    A parameter that got a gradient on some ranks only counts as zero on the others; one that got none anywhere keeps
-    none, so that optimizers skip it as they do in one process.
+    If a parameter has a gradient on some ranks only, it counts as zero on the others. If it has none on any rank, it
+    keeps none, so that optimizers skip it as they do in one process.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -35,9 +35,8 @@ class PlainSync(GradientSync):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Make gradients that were summed over ranks already, and are accumulated on, survive another sum.
-
-        All ranks have the same of them, so each keeps its share; those that were set to zero stay that.
+        """Divide accumulated gradients, which are already sums over ranks, by the world size, so that another sum is
+        correct.
         """
         kept = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         if kept:
@@ -52,15 +51,18 @@ class PlainSync(GradientSync):
             self._reduce(bucket)
 
     def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        """All-reduce one bucket: the gradients, then one flag each for whether any rank has it."""
+        """All-reduce one bucket: the gradients, then one flag per parameter that says whether any rank has its
+        gradient.
+        """
         present = [parameter.grad is not None for parameter in parameters]
         pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
-        # In the gradients' own type, so that one message carries both: a count of ranks may round, but never to zero.
+        # # In the gradients' data type, so that one message carries both: a count of ranks may round, but never to
+        # zero.
         flags = torch.tensor(present, dtype=pieces[0].dtype).to(pieces[0].device, non_blocking=True)
         flat = torch.cat([*pieces, flags])
         self._world.all_reduce_sum(flat)
         *sums, counts = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
-        # Reading a flag waits for the device, so only a rank that misses a gradient does.
+        # # Reading the flags waits for the device, so only ranks that lack a gradient do.
         anywhere = present if all(present) else (counts > 0).tolist()
         for parameter, total, wanted in zip(parameters, sums, anywhere, strict=True):
             if parameter.grad is not None:
@@ -70,16 +72,16 @@ class PlainSync(GradientSync):
 
 
 class DdpSync(PlainSync):
-    """DistributedDataParallel, kept from reducing inside any backward: gradients are summed as those of a plain model.
+    """DistributedDataParallel without reductions inside backwards: gradients are reduced as those of a plain model.
 
     A rank whose last micro-batch is a ring would issue DDP's reductions between the ring's hops, while another member
     of that ring may have micro-batches left. On a device with fewer hardware queues than streams the reduction then
-    holds up the hop that the other member waits for: a deadlock. In waves every rank's last micro-batch is in
-    the same wave, but a loop may hold backwards back, and parameters that DDP finds unused are reduced at other places
-    among the hops on other ranks, so none is reduced inside a backward there either.
+    blocks the hop that the other member waits for: a deadlock. In waves every rank's last micro-batch is in the same
+    wave, but a loop may defer backwards, and DDP reduces unused parameters at different places among the hops on
+    different ranks. So nothing is reduced inside a backward there either.
 
-    It gets the effect of DDP's `no_sync`. The context manager itself will not do: the training loop runs between two
-    of our calls, and may be left at any point.
+    This has the effect of DDP's `no_sync`. Its context manager is unsuitable, since the training loop runs between two
+    of our calls and may be left at any point.
     """
 
     lets_ranks_run_apart = False
@@ -92,7 +94,7 @@ class DdpSync(PlainSync):
 
     def before_microbatch(self, *, is_last: bool) -> None:
         self._wrapper.require_backward_grad_sync = False
-        if not self._has_begun:  # DDP broadcasts its buffers in the first forward after a reduction
+        if not self._has_begun:  # makes DDP broadcast its buffers in the step's first forward only
             self._wrapper.require_forward_param_sync = True
         self._has_begun = True
 
@@ -102,14 +104,14 @@ class DdpSync(PlainSync):
 
 
 def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters in order, split when dtype or device changes or a bucket is full; the same on all ranks."""
+    """Yield parameters in order; a bucket ends when it is full or dtype or device changes. The same on all ranks."""
     bucket: list[nn.Parameter] = []
     held_bytes = 0
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         kind = (parameter.dtype, parameter.device)
-        # A parameter is never cut: the last one of a bucket may exceed its size.
+        # # Parameters are not split: the last one of a bucket may exceed its size.
         if bucket and (held_bytes >= _BUCKET_BYTES or kind != (bucket[0].dtype, bucket[0].device)):
             yield bucket
             bucket, held_bytes = [], 0
@@ -120,7 +122,7 @@ def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 def _check_reduces_plainly(model: DistributedDataParallel) -> None:
-    """Raise RunError if DDP does more to gradients than to average all of them, or cannot be kept from reducing."""
+    """Raise RunError if DDP does anything but average all gradients, or cannot be kept from reducing."""
     own: Any = model
     for is_refused, feature in (
         (bool(own._comm_hooks), "a communication hook (or mixed_precision=, which is one), which runs inside backward"),

@@ -1,4 +1,4 @@
-"""The type of the weights that a model computes with, by the precision of the recipe."""
+"""Data type of the weights that a model computes with, by the recipe's precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from fcp_cli.recipe import PrecisionName
 
 WEIGHT_DTYPES: Mapping[PrecisionName, torch.dtype] = {
-    "bf16": torch.bfloat16,  # a copy: the optimizer updates weights in fp32
+    "bf16": torch.bfloat16,  # a copy: the optimizer updates fp32 weights
     "amp": torch.float32,
     "fp32": torch.float32,
     "fp64": torch.float64,

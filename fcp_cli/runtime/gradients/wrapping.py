@@ -1,7 +1,7 @@
-"""Find the wrapper that reduces a model's gradients: around the model, or inside of further wrappers.
+"""Find the wrapper that reduces a model's gradients, which may be nested in further wrappers.
 
-Frameworks put shells around a wrapper (torch.compile, Lightning's Fabric, a module of the script's own). The trained
-parameters then still belong to the wrapper, and a plan must call the wrapper.
+Frameworks put shells around it (torch.compile, Lightning's Fabric, a module of the script's own). The trained
+parameters still belong to the wrapper, so a plan must drive that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WITHOUT_IT = "give steps() the model that it wraps, or wrap it in DistributedDa
 
 
 def reducing_module(model: nn.Module) -> nn.Module:
-    """Return the part of a model that reduces the gradients of all that is trained; the model itself if none does."""
+    """Return the module that reduces all trained parameters' gradients, or the model itself if none does."""
     found = [(name, part) for name, part in _outermost(model) if any(p.requires_grad for p in part.parameters())]
     if not found:
         _check_is_whole(model)
@@ -43,12 +43,12 @@ def reducing_module(model: nn.Module) -> nn.Module:
 
 
 def is_deepspeed_engine(module: nn.Module) -> bool:
-    """Return whether a module is an engine of DeepSpeed, which is not imported for it."""
+    """Return whether a module is a DeepSpeed engine, without importing DeepSpeed."""
     return _has_base(module, "deepspeed", "DeepSpeedEngine")
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that reduce gradients, without those inside of others; one module is yielded once."""
+    """Yield the outermost modules that reduce gradients, each once."""
     seen: set[nn.Module] = set()
     waiting = [("", model)]
     while waiting:
@@ -57,20 +57,20 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         seen.add(module)
         if _reduces(module):
-            seen.update(module.modules())  # Fabric's shell holds both the wrapper and the wrapped module
+            seen.update(module.modules())  # Fabric's shell has both the wrapper and the wrapped module as children
             yield name, module
         else:
             waiting.extend((f"{name}.{child}".lstrip("."), part) for child, part in module.named_children())
 
 
 def _reduces(module: nn.Module) -> bool:
-    """Return whether a module sums gradients in its own backward; any such module can be kept from it."""
+    """Return whether a module reduces gradients in its own backward, judged by its switches to disable that."""
     switches = (getattr(type(module), name, None) for name in ("no_sync", "set_requires_gradient_sync"))
     return isinstance(module, DataParallel) or type(module).__name__ == _FSDP1 or any(map(callable, switches))
 
 
 def _why_not(part: nn.Module) -> str:
-    """Return why a part that reduces gradients cannot follow a plan; nothing if fcp drives it."""
+    """Return the reason why a gradient-reducing module cannot follow a plan, or ""."""
     own = f"is a {type(part).__name__} of {type(part).__module__.partition('.')[0]}"
     if type(part).__name__ == _FSDP1:
         return f"is a {_FSDP1} (FSDP1), which cannot follow a plan; shard the model with fully_shard (FSDP2)"
@@ -85,7 +85,7 @@ def _why_not(part: nn.Module) -> str:
 
 
 def _check_is_whole(model: nn.Module) -> None:
-    """Raise RunError if the parameters of a plain model are parts of whole ones, or belong to an engine."""
+    """Raise RunError if a plain model's parameters are shards or belong to a DeepSpeed engine."""
     for name, parameter in model.named_parameters():
         own: Any = parameter
         if hasattr(own, "ds_id") or hasattr(own, "_hp_mapping") or hasattr(own, "param_idx_in_group"):
