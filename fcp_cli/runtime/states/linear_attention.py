@@ -1,12 +1,12 @@
-"""Linear attention by the gated delta rule, for `state_layers`.
+"""Linear attention with the gated delta rule, for `state_layers`.
 
-The rule keeps a state S [Dk, Dv] for each head, and for each token t (Yang et al., "Gated Delta Networks")
+The rule updates a state S [Dk, Dv] per head for each token t (Yang et al., "Gated Delta Networks"):
 
     S <- e^(g_t) (I - b_t k_t k_t^T) S + b_t k_t v_t^T             o_t = q_t^T S / sqrt(Dk)
 
-in which S is multiplied from the left and something is added, so that all of a chunk together is affine in the state
-that it begins with: o_t = r_t S + z_t, and it leaves A S + B. One call of an unmodified kernel gives all four: with
-values [v | 0] of size Dv + Dk and the state [0 | I] to begin with, outputs are [z | r] and the final state is [B | A].
+Each update is affine in S, so a whole chunk is affine in its initial state S: its outputs are o_t = r_t S + z_t, and
+its final state is A S + B. One call of an unmodified kernel gives all four: with values [v | 0] of size Dv + Dk and
+initial state [0 | I], outputs are [z | r] and the final state is [B | A].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.states.state_layers import Chunks, Tokens, in_batches
 
-_BLOCK = 64  # tokens to which the rule in PyTorch pads
+_BLOCK = 64  # tokens to which the PyTorch implementation pads
 
 
 class DeltaTokens(NamedTuple):
@@ -35,8 +35,8 @@ class DeltaTokens(NamedTuple):
     Attributes:
         query, key: [1, T, G, Dk]
         value: [1, T, H, Dv]; H is a multiple of G.
-        decay: [1, T, H], the logarithm of a token's decay of the state.
-        strength: [1, T, H], how much of the value it writes.
+        decay: [1, T, H] logarithm of the state's decay (g).
+        strength: [1, T, H] fraction of the value to write (b).
     """
 
     query: Tensor
@@ -48,13 +48,13 @@ class DeltaTokens(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaRule:
-    """A kernel of the gated delta rule.
+    """Kernel of the gated delta rule.
 
     Attributes:
-        call: the function, by the signature that `fla` and transformers share, without `g`, `beta` and the arguments
-            after them here.
-        takes_packs: whether it keeps sequences apart by their boundaries (`cu_seqlens`).
-        options: passed to it.
+        call: function with the signature that `fla` and transformers share.
+        takes_packs: whether the kernel supports packed sequences (`cu_seqlens`).
+        options: keyword arguments of `call`.
+        heads_said: format of its heads in messages; see `StateRule`.
     """
 
     call: Callable[..., tuple[Tensor, Tensor | None]]
@@ -87,9 +87,9 @@ class DeltaRule:
         return identity, identity.new_zeros(heads, size, value.shape[-1])
 
     def _runs(self, tokens: Tokens, lengths: tuple[int, ...], starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Run it on runs of tokens; `starts` [H, Dk, Dv] is the state with which each begins, None an empty one."""
+        """Run the kernel on runs of tokens, all with initial state `starts` [H, Dk, Dv]; None is an empty state."""
 
-        # A pack is a batch of one with a state for each of its `runs`.
+        # # A pack is a batch of one, but needs an initial state for each of its `runs`.
         def batch(some: Tokens, **more: Any) -> tuple[Tensor, Tensor]:
             query, key, value, decay, strength = some
             out, left = self.call(
@@ -113,5 +113,5 @@ class DeltaRule:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the starts of runs and the end of the last; one tensor for all layers, as kernels cache plans by it."""
+    """Return the boundaries (`cu_seqlens`) of runs. One tensor for all layers: kernels cache plans by identity."""
     return to_device(torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device="cpu"), device)

@@ -1,9 +1,9 @@
-"""Short causal convolutions over a ring's shards, as linear attention and state spaces have before their states.
+"""Short causal convolutions over a ring's shards, which precede the states of linear attention and state spaces.
 
-A convolution of kernel K needs the K - 1 rows before each run of tokens that a member holds on end: of the same
-sequence, if there are so many, from any owner. They arrive by an `exchange`, of which backward is the exchange
-back. Runs are then laid one behind the other, each behind its rows or zeros, so that one call of an unmodified kernel
-computes all of them and none sees another.
+A convolution of kernel size K needs the K - 1 rows before each run (consecutive tokens of a sequence on a member), from
+any owner; at the start of a sequence they are zeros. They arrive by an `exchange`, whose backward returns their
+gradients. Runs are then concatenated, each after its halo rows, so that one call of an unmodified kernel computes all
+of them without mixing runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fcp_cli.runtime.ring_attention.ring import Ring
 
 
 class _Places(NamedTuple):
-    """Rows of a member that runs on some device: see `_Halo`."""
+    """Index tensors of a `_Halo` on one device."""
 
     given: Tensor
     laid: Tensor
@@ -36,14 +36,14 @@ class _Places(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Halo:
-    """Which rows one member gives and gets, and how it lays them out.
+    """Rows that one member sends and receives, and the layout of the kernel's input.
 
     Attributes:
-        route: the route of the rows between runs.
-        given: [n] rows of the member's own that runs look back at, in the order of the route.
-        laid: [m] rows of the kernel's input, of: the member's own, those that arrived, and a row of zeros.
-        kept: [own rows] positions of its own in that.
-        memo: the three as tensors, once per device.
+        route: route of the exchanged rows.
+        given: [n] own rows that runs look back at, in the order of the route.
+        laid: [m] rows of the kernel's input, as indices into the own rows, then received rows, then one row of zeros.
+        kept: [own rows] positions of the own rows in the kernel's input.
+        memo: the three as tensors, per device.
     """
 
     route: Route
@@ -60,15 +60,15 @@ class _Halo:
 
 
 def short_convolution(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel_size: int, ring: Ring) -> Tensor:
-    """Convolve the micro-batch's sequences, of which each member of the ring holds a shard.
+    """Convolve the micro-batch's sequences, which are sharded over the ring's members.
 
-    Collective over the ring's members, and so is its backward. Before a sequence's first token there are zeros.
+    Collective over the ring's members, and so is its backward. Sequences are padded with zeros on the left.
 
     Args:
-        convolve: [1, channels, any number of rows] to the same, each row of itself and the `kernel_size` - 1 before.
+        convolve: causal convolution from [1, channels, n] to the same shape, for any n.
         rows: [1, channels, tokens], the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond
-            `ring.tokens` are padding, and as a separate sequence.
-        kernel_size: the kernel size of the convolution.
+            `ring.tokens` are padding, convolved as a separate sequence.
+        kernel_size: kernel size of the convolution.
         ring: the micro-batch's ring.
 
     Returns:
@@ -90,7 +90,7 @@ def _compute(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel_size: in
 
 
 def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
-    """Count a forward of a layer that runs through sequences in their order."""
+    """Count a forward of a stateful layer; raise RunError if its input does not fit the ring or the pack has masks."""
     if batch != 1 or tokens < ring.tokens:
         raise RunError(
             f"a layer that keeps a state was given a batch of {batch} with {tokens} tokens, but rank "
@@ -107,17 +107,17 @@ def begin_layer(ring: Ring, batch: int, tokens: int) -> None:
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _halo_of(layout: ShardLayout, index: int, ranks: tuple[int, ...], reach: int, padding: int) -> _Halo:
-    """Work out one member's halo of so many rows; only from the layout, as every member does."""
+    """Return one member's halo of `reach` rows, computed from the layout alone, as on every member."""
     owners, places = _who_holds(layout)
     lengths = np.asarray(layout.lengths, dtype=np.int64)
-    firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)  # of each row's sequence
+    firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)  # first row of each row's sequence
     wanted = [_looked_back_at(layout.index(member), firsts, reach) for member in range(layout.degree)]
     consumers = np.repeat(np.arange(layout.degree), [(rows >= 0).sum() for rows in wanted])
     of_pack = np.concatenate([rows[rows >= 0] for rows in wanted]).astype(np.int64)
     producers = owners[of_pack]
     own, looked = layout.index(index), wanted[index]
     held, arriving = own.size + padding, int((looked >= 0).sum())
-    before = np.full(looked.size, held + arriving)  # the row of zeros, behind all
+    before = np.full(looked.size, held + arriving)  # the row of zeros, after all others
     before[looked >= 0] = held + np.arange(arriving)
     starts = _starts(own, firsts)
     if padding:
@@ -132,7 +132,7 @@ def _halo_of(layout: ShardLayout, index: int, ranks: tuple[int, ...], reach: int
 
 
 def _who_holds(layout: ShardLayout) -> tuple[IntArray, IntArray]:
-    """Return the owner of each row of the pack, and the row's position in its buffer."""
+    """Return the owner of each row of the pack, and the row's position in the owner's buffer."""
     owners, places = np.empty((2, sum(layout.lengths)), dtype=np.int64)
     for member in range(layout.degree):
         rows = layout.index(member)
@@ -141,31 +141,31 @@ def _who_holds(layout: ShardLayout) -> tuple[IntArray, IntArray]:
 
 
 def _starts(rows: IntArray, firsts: IntArray) -> IntArray:
-    """Return the starts of runs among rows of the pack: runs are consecutive rows of a sequence."""
+    """Return the starts of runs (consecutive rows of a sequence) among rows of the pack."""
     follows = (np.diff(rows) == 1) & (np.diff(firsts[rows]) == 0)
     return np.flatnonzero(np.concatenate((np.ones(min(1, rows.size), dtype=bool), ~follows)))
 
 
 def _looked_back_at(rows: IntArray, firsts: IntArray, reach: int) -> IntArray:
-    """Return [runs * reach] the rows of the pack before each run of a member's, -1 if its sequence has none."""
+    """Return the rows of the pack before each of a member's runs, [runs * reach]; -1 before the sequence's start."""
     heads = rows[_starts(rows, firsts)]
     before = heads[:, None] + np.arange(-reach, 0)
     return np.where(before >= firsts[heads][:, None], before, -1).ravel()
 
 
 def _laid_out(starts: IntArray, before: IntArray, held: int) -> tuple[IntArray, IntArray]:
-    """Lay runs one behind the other, each behind the rows before it.
+    """Concatenate runs, each after its halo rows.
 
     Args:
         starts: [runs] starts of runs among the own rows.
-        before: [runs, reach] the rows to lay before each.
-        held: own rows.
+        before: [runs, reach] halo rows of each run.
+        held: number of own rows.
 
     Returns:
-        The rows laid out, and the positions of the own ones among them.
+        Indices of the concatenated rows, and the positions of the own rows among them.
     """
     runs, reach = before.shape
-    # Each row stands `reach` further behind for its own run and for each before it.
+    # # A row moves back by `reach` for its own run and for each run before it.
     kept = np.arange(held) + reach * np.searchsorted(starts, np.arange(held), side="right")
     laid = np.empty(held + before.size, dtype=np.int64)
     laid[kept] = np.arange(held)

@@ -1,12 +1,11 @@
-"""Layers that keep a state of fixed size, over a ring's shards: linear attention and state spaces.
+"""Layers with a state of fixed size, over a ring's shards: linear attention and state spaces.
 
-Each head of such a layer carries a state S [Dk, Dv] along a sequence. A token's update of it is affine, and so is a
-whole chunk's: S <- A S + B. The output at a token is z_t plus a readout of the state at the start of its chunk. A
-`StateRule` computes A, B, z and the readout by one call of an unmodified kernel, so a member computes its chunks before
-it knows their initial states. `linear_states` provides these, and the readouts are added. On a ring of one, the rule
-runs on whole sequences.
+Each head of such a layer carries a state S [Dk, Dv] along a sequence. A token's update of the state is affine, and so
+is a whole chunk's: S <- A S + B. The output at a token is z_t plus a readout of its chunk's initial state. A
+`StateRule` computes A, B, z and the readout by one call of an unmodified kernel, before the initial states are known.
+`linear_states` then provides these, and the readouts are added. On a ring of one, the rule runs on whole sequences.
 
-If sets of members share the heads (Ulysses), they exchange tokens for heads of all inputs of a rule, as attention does
+With Ulysses, the members of a Ulysses group exchange tokens for heads of all inputs of a rule, as in attention
 (`shared_heads`).
 """
 
@@ -38,13 +37,13 @@ Batch: TypeAlias = Callable[[Tokens], tuple[Tensor, Tensor]]
 
 
 class Chunks(NamedTuple):
-    """Results of a rule for runs of tokens whose initial states are not known yet.
+    """Results of a rule for runs of tokens with unknown initial states.
 
     Attributes:
         out: [1, T, H, Dv] outputs from empty initial states.
-        reads: [T, ...] each, from which `StateRule.read` computes the readout of an initial state.
-        transitions: [runs, H, Dk, Dk] A of each run, or [runs, H, 1, 1] a factor.
-        updates: [runs, H, Dk, Dv] B of each run.
+        reads: [T, ...] each, inputs of `StateRule.read`.
+        transitions: A of each run, [runs, H, Dk, Dk] or scalars [runs, H, 1, 1].
+        updates: B of each run, [runs, H, Dk, Dv].
     """
 
     out: Tensor
@@ -54,43 +53,43 @@ class Chunks(NamedTuple):
 
 
 class StateRule(Protocol):
-    """The recurrence of one kind of layer."""
+    """Recurrence of one kind of layer."""
 
     @property
     def heads_said(self) -> str:
-        """Its heads in messages, of `keys` and `values`."""
+        """Description of the heads for messages, with format fields `keys` and `values`."""
         ...
 
     def of_heads(self, member: Ring) -> StateRule:
-        """Return the rule for a member's part of the heads."""
+        """Return the rule for a member's heads."""
         ...
 
     def alone(self, tokens: Tokens, lengths: tuple[int, ...]) -> Tensor:
-        """Return the outputs [1, T, H, Dv] of whole sequences, each at least a token long."""
+        """Return the outputs [1, T, H, Dv] of whole non-empty sequences."""
         ...
 
     def in_chunks(self, tokens: Tokens, lengths: tuple[int, ...]) -> Chunks:
-        """Compute runs of tokens, each at least one long, of which there is at least one."""
+        """Compute one or more non-empty runs of tokens without their initial states."""
         ...
 
     def read(self, reads: Tokens, state: Tensor) -> Tensor:
-        """Return [T, H, Dv] the readout of a run's initial state [H, Dk, Dv] at each of its tokens."""
+        """Return the readout [T, H, Dv] of a run's initial state [H, Dk, Dv] at each of its tokens."""
         ...
 
     def idle(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Return A and B of a run without tokens, which keeps a state unchanged."""
+        """Return A and B of a run without tokens, which leaves the state unchanged."""
         ...
 
 
 def run_rule(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
-    """Compute a rule over the micro-batch's pack, of which each member of the ring holds a shard.
+    """Compute a rule over the micro-batch's pack, which is sharded over the ring's members.
 
-    Collective over the ring's members, and so is its backward. Every sequence begins with an empty state.
+    Collective over the ring's members, and so is its backward. Every sequence starts with an empty state.
 
     Args:
-        rule: the rule of the layer.
+        rule: rule of the layer.
         tokens: the local shard in the order of `ring.layout.index(ring.index)`. Rows beyond `ring.tokens` are padding,
-            and as a separate sequence.
+            computed as a separate sequence.
         ring: the micro-batch's ring.
 
     Returns:
@@ -100,13 +99,12 @@ def run_rule(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
 
 
 def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Run a rule on runs of tokens, of which those that need equally many blocks make a batch.
+    """Run a rule on runs of tokens, batching those with the same number of blocks.
 
     Args:
-        tokens: all runs, one behind the other; of zeros, a token keeps the state unchanged, so that padding changes
-            nothing.
-        lengths: the lengths of the runs.
-        block: tokens to which the rule pads.
+        tokens: all runs, concatenated. Padding is harmless, since a token of zeros leaves the state unchanged.
+        lengths: tokens of each run.
+        block: number of tokens to which the rule pads.
         batch: the rule.
 
     Returns:
@@ -114,7 +112,7 @@ def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batc
     """
     if len(lengths) == 1:
         return batch(tokens)
-    outs: list[Tensor] = [tokens[0]] * len(lengths)  # placeholders: groups come in another order
+    outs: list[Tensor] = [tokens[0]] * len(lengths)  # placeholders, since groups finish out of order
     lefts = list(outs)
     ends = np.cumsum(lengths)
     for group in _alike(lengths, block):
@@ -129,7 +127,7 @@ def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batc
 
 
 def _alike(lengths: tuple[int, ...], block: int) -> list[list[int]]:
-    """Return runs by how many blocks of the rule they take."""
+    """Group runs by their number of blocks."""
     groups: dict[int, list[int]] = {}
     for run, length in enumerate(lengths):
         groups.setdefault(-(-length // block), []).append(run)
@@ -155,7 +153,7 @@ def _rows(tokens: Tokens, start: int, stop: int) -> Tokens:
 
 
 class _Counted(torch.autograd.Function):
-    """Identity whose backward, the first of the layer's, is counted, on any ring."""
+    """Identity whose backward, the first of the layer's, is counted."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, ring: Ring) -> Tensor:
@@ -179,7 +177,7 @@ def _check_heads(rule: StateRule, tokens: Tokens, ring: Ring) -> None:
 
 
 def _in_set(rule: StateRule, own: Tokens, ring: Ring) -> Tensor:
-    """Return a member's outputs [1, T, H, Dv] of the rule, by Ulysses and the ring, without padding."""
+    """Return a member's outputs [1, T, H, Dv] of the rule, without padding, with head exchange if there is Ulysses."""
     if ring.heads_degree == 1:
         return _around_ring(rule, own, ring)
     exchange, heads = ring.head_exchange(), own[2].shape[2]
@@ -190,7 +188,7 @@ def _in_set(rule: StateRule, own: Tokens, ring: Ring) -> Tensor:
 
 
 def _of_heads(own: Tokens, exchange: UlyssesExchange) -> Tokens:
-    """Exchange tokens for heads, in a message for each type of numbers."""
+    """Exchange tokens for heads, with one message per data type."""
     found = list(own)
     for dtype in dict.fromkeys(tensor.dtype for tensor in own):
         places = [place for place, tensor in enumerate(own) if tensor.dtype == dtype]
@@ -202,12 +200,14 @@ def _of_heads(own: Tokens, exchange: UlyssesExchange) -> Tokens:
 
 
 def _around_ring(rule: StateRule, held: Tokens, member: Ring) -> Tensor:
-    """Compute the rule on a member's shard of a ring of several: front and back chunk of each sequence in turn."""
+    """Compute the rule on a member's shard of a ring of degree > 1, whose runs are front and back of each sequence in
+    turn.
+    """
     sizes = member.ring_layout.runs(member.index).sizes
     live, value = np.flatnonzero(sizes), held[2]
-    if not live.size:  # sequences of few tokens; the others' states pass through
+    if not live.size:  # very short sequences: the member only forwards states
         passed = [part.expand(len(sizes), -1, -1, -1) for part in rule.idle(held)]
-        # The sum of nothing ties both ends into the graph: backward must run here, too.
+        # # The empty sum keeps both ends in the graph, since backward must forward gradients here, too.
         states = _arriving(passed[0], passed[1] + value.sum().to(passed[1].dtype), member)
         return value + states.sum().to(value.dtype)
     lengths = tuple(sizes[live].tolist())
@@ -219,12 +219,12 @@ def _around_ring(rule: StateRule, held: Tokens, member: Ring) -> Tensor:
         left = [every.to(of.dtype).index_copy(0, places, of) for every, of in zip(passed, left, strict=True)]
     states = _arriving(left[0], left[1], member)
     reads = zip(*(torch.split_with_sizes(part, lengths) for part in chunks.reads), strict=True)
-    # Runs alternate: the front and the back of each sequence.
+    # # Runs alternate between the front and the back of each sequence.
     added = [rule.read(read, states[run % 2, run // 2]) for read, run in zip(reads, live.tolist(), strict=True)]
     return (chunks.out + torch.cat(added)).to(value.dtype)
 
 
 def _arriving(transitions: Tensor, updates: Tensor, member: Ring) -> Tensor:
-    """Return the states [2, sequences, H, Dk, Dv] with which chunks begin, of A and B by turns of a sequence."""
+    """Return the initial states of chunks [2, sequences, H, Dk, Dv] from A and B, which alternate front and back."""
     of_chunks = (part.view(-1, 2, *part.shape[1:]).transpose(0, 1) for part in (transitions, updates))
     return states_at_chunks(member, *of_chunks)

@@ -1,12 +1,12 @@
 """State spaces (Mamba-2), for `state_layers`.
 
-A head keeps a state S [N, P], and for each token t of time step d_t (Dao and Gu, "Transformers are SSMs")
+A head updates a state S [N, P] for each token t of time step d_t (Dao and Gu, "Transformers are SSMs"):
 
     S <- e^(d_t A) S + d_t b_t x_t^T               y_t = S^T c_t + D x_t
 
-with A < 0 and D a number of the head each, so that a run of tokens multiplies the state that it begins with by e^(s A),
-s the sum of its time steps, and its t-th token reads e^(s_t A) c_t of it. One call of an unmodified kernel that begins
-with empty states gives the rest, at the cost of one rank.
+A < 0 and D are scalars per head. A run of tokens with time steps of sum s therefore multiplies its initial state by
+e^(s A), and its t-th token reads it by e^(s_t A) c_t. One call of an unmodified kernel with empty initial states gives
+the rest, at the cost of a single rank.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ScanTokens(NamedTuple):
     """Inputs of a scan over consecutive tokens.
 
     Attributes:
-        c, b: [1, T, G, N], read and write projections of the states, of groups of heads.
+        c, b: [1, T, G, N] read and write projections of the states, per group of heads.
         x: [1, T, H, P]
-        step: [1, T, H], the time steps, 0 or more.
+        step: [1, T, H] time steps, >= 0.
     """
 
     c: Tensor
@@ -45,14 +45,15 @@ class ScanTokens(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
-    """A kernel of state spaces.
+    """Kernel of state spaces.
 
     Attributes:
-        call: the call by the signature that `mamba_ssm` and transformers share.
-        takes_packs: whether it keeps sequences apart by their numbers (`seq_idx`).
-        decay: [H], A.
-        skip: [H] or [H, P], D; None if nothing passes states by.
-        chunk_size: tokens that the kernel takes at once.
+        call: function with the signature that `mamba_ssm` and transformers share.
+        takes_packs: whether the kernel supports packed sequences (`seq_idx`).
+        decay: A, [H].
+        skip: D, [H] or [H, P]; None without a skip connection.
+        chunk_size: number of tokens per kernel block.
+        heads_said: format of its heads in messages; see `StateRule`.
     """
 
     call: Callable[..., Any]
@@ -77,7 +78,7 @@ class Scan:
         c, _, _, step = tokens
         out, left = self._runs(tokens, lengths)
         parts = torch.split_with_sizes(step[0] * self.decay.to(step.dtype), lengths)
-        sums = [part.cumsum(0) for part in parts]  # per run: small values would drown in a running total
+        sums = [part.cumsum(0) for part in parts]  # per run: a total over all runs would lose small values
         factors = torch.cat(sums).exp()
         whole = torch.stack([part[-1] for part in sums]).exp()
         return Chunks(out, (c[0], factors), whole[..., None, None].to(left.dtype), left)
@@ -104,7 +105,7 @@ class Scan:
 
 
 class _Read(torch.autograd.Function):
-    """factors * (c @ state): backward makes the product again, which is as wide as a layer in fp32."""
+    """Readout factors * (c @ state); backward recomputes the product instead of saving a layer-wide fp32 tensor."""
 
     @staticmethod
     def forward(ctx: Any, c: Tensor, factors: Tensor, state: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class _Read(torch.autograd.Function):
 
 
 def _product(c: Tensor, state: Tensor) -> Tensor:
-    """Return the reads [T, H, P] of the states [H, N, P] by [T, G, N], by group of heads."""
+    """Return the reads [T, H, P] of states [H, N, P] by c [T, G, N], per group of heads."""
     found = c.to(state.dtype).transpose(0, 1) @ _columns(state, c.shape[1])
     return found.transpose(0, 1).reshape(c.shape[0], len(state), -1)
 
@@ -138,12 +139,12 @@ def _columns(state: Tensor, groups: int) -> Tensor:
 
 
 def _by_groups(rows: Tensor, groups: int) -> Tensor:
-    """Return [G, T, H / G x P] of [T, H, P]."""
+    """Reshape [T, H, P] to [G, T, H / G x P]."""
     return torch.unflatten(rows, 1, (groups, -1)).flatten(2).transpose(0, 1)
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _sequence_numbers(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return [1, T] of which sequence each token is."""
+    """Return the sequence number [1, T] of each token."""
     numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     return to_device(torch.from_numpy(numbers), device).unsqueeze(0)
