@@ -1,1 +1,1 @@
-"""The steps of a plan file as one rank sees them, and the data of its micro-batches."""
+"""Steps of a plan file from one rank's view, and the data of its micro-batches."""

@@ -1,4 +1,4 @@
-"""Follow a plan file as one rank sees it: per step, the micro-batches that this rank takes part in."""
+"""Follow a plan file from one rank's view: per step, the micro-batches that include the rank."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ _STEPS_AHEAD = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """A step as one rank runs it.
+    """One step from one rank's view.
 
     Attributes:
         step: optimizer step.
-        rows: this rank's micro-batches, in the step's global order; at least one, which may be an idle row. Their
-            ranks are in the ring's order.
-        makespan_seconds, bound_seconds: prediction and lower bound for the whole step.
-        tokens: the tokens of the global batch.
-        loss_tokens: the tokens with a loss of the global batch, where the last token of each sequence has no next
-            token to predict.
-        sequences: the sequences of the global batch.
-        waves: with each of `rows`, all micro-batches of its wave, if their ranks share the encoder's work; else
-            none.
+        rows: this rank's micro-batches in the step's global order, with ranks in ring order; at least one, which may be
+            idle.
+        makespan_seconds, bound_seconds: predicted duration and lower bound of the whole step.
+        tokens: number of tokens of the global batch.
+        loss_tokens: number of tokens with a loss in the global batch: all but the last token of each sequence.
+        sequences: number of sequences of the global batch.
+        waves: for each of `rows`, all micro-batches of its wave if their ranks balance the encoder's work; else empty.
     """
 
     step: int
@@ -48,20 +46,20 @@ class RankStep:
 
 
 def orders_of_rank(plan: StepPlan, rank: int) -> IntArray:
-    """Return the micro-batches of a step that a rank takes part in, in the step's order."""
-    # The ranks of all rows lie back to back: an entry belongs to the last row that begins at or before it.
+    """Return the indices of the micro-batches that include a rank, in the step's order."""
+    # # `ranks` concatenates all rows: an entry belongs to the last row that starts at or before it.
     orders: IntArray = np.searchsorted(plan.rank_offsets, np.flatnonzero(plan.ranks == rank), side="right") - 1
     return orders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankView:
-    """Sees planned steps as one rank runs them.
+    """Converts planned steps to one rank's view.
 
     Attributes:
-        path, metadata: the path and metadata of the plan.
+        path, metadata: path and metadata of the plan.
         rank: global rank.
-        ascending: leave the ranks of groups ascending, as torch has them in a process group.
+        ascending: keep the ranks of groups ascending, as in torch's process groups, instead of in ring order.
     """
 
     path: Path
@@ -70,7 +68,7 @@ class RankView:
     ascending: bool = False
 
     def step(self, plan: StepPlan) -> RankStep:
-        """Return a planned step as the rank runs it."""
+        """Return the rank's view of a planned step; raise RunError if the rank has no micro-batch."""
         rows = orders_of_rank(plan, self.rank)
         if not len(rows):
             raise RunError(
@@ -102,16 +100,16 @@ class RankView:
 
 
 class PlanCursor:
-    """An iterator over this rank's steps from `first_step` on, read ahead by a few steps in a background thread.
+    """Iterator over this rank's steps from `first_step` on, read ahead in a background thread.
 
-    Memory does not grow with the plan: one row group of the file and a few steps are held.
+    Memory does not grow with the plan: it holds one row group of the file and a few steps.
 
     Args:
         path: a plan file.
         rank: global rank.
-        first_step: optimizer step to begin with, for a resumed run.
-        ahead: steps read ahead; 0 reads in the calling thread.
-        ascending: leave the ranks of groups ascending, as torch has them in a process group, for rings that run in one.
+        first_step: optimizer step to start at, for a resumed run.
+        ahead: number of steps to read ahead; 0 reads in the calling thread.
+        ascending: see `RankView`; for rings that run in a process group.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Record which plans this process follows, so that a script that trains without its plan is stopped."""
+"""Record the plans that this process follows, to detect a script that trains without its plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _plans: set[Path] = set()
 
 
 def note_follower(plan: Path) -> None:
-    """Record that this rank begins to read its micro-batches from a plan."""
+    """Record that this rank starts to read its micro-batches from a plan."""
     _plans.add(plan)
 
 

@@ -1,4 +1,4 @@
-"""Rules that every training loop under a plan keeps, in any framework."""
+"""Rules of every training loop under a plan, in any framework."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fcp_cli.runtime.layouts.ring_member import RingMember
 
 
 def plan_path(given: str | Path | None) -> Path:
-    """Return the plan that a script names, else the one that `fcp launch` put into FCP_PLAN."""
+    """Return the plan given by the script, else FCP_PLAN, which `fcp launch` sets."""
     path = given or os.environ.get("FCP_PLAN")
     if not path:
         raise RunError(
@@ -30,7 +30,7 @@ def plan_path(given: str | Path | None) -> Path:
 
 
 def require_length(found_tokens: int, planned_tokens: int, *, row: int) -> None:
-    """Raise RunError if row `row` of the data has fewer tokens than the plan's sequence."""
+    """Raise RunError if row `row` of the data has fewer tokens than in the plan."""
     if found_tokens < planned_tokens:
         raise RunError(
             f"row {row} of the data has {found_tokens} tokens but {planned_tokens} in the plan: the plan was made from "
@@ -49,12 +49,12 @@ def require_rows(found_rows: int, metadata: PlanMetadata) -> None:
 
 
 class FollowedStep:
-    """One optimizer step of one rank, which is iterated once and to its end.
+    """One optimizer step of one rank, to be iterated once, to its end.
 
     Attributes:
         index: optimizer step, from 0.
         predicted_seconds, bound_seconds: the plan's makespan and lower bound.
-        record: its `RunningStep`, or None if it is not measured.
+        record: metrics of the step (`RunningStep`), or None if it is not recorded.
     """
 
     record: Any = None
@@ -94,7 +94,7 @@ class FollowedStep:
     def _require_attention(self, row: MicroBatch, ring: RingMember, remedy: str) -> None:
         """Raise RunError if a micro-batch that needs `attention` never called it.
 
-        A model with its own attention would let the sequences of a pack see each other, and shards not.
+        A model's own attention would attend across the sequences of a pack, and not across shards.
         """
         shares = row.degree > 1 or len(row.sequences) > 1
         if shares and not ring.attention_calls:

@@ -1,4 +1,4 @@
-"""Several sequences in one row of the manifest, for losses that compare sequences of one micro-batch."""
+"""Several sequences in one row of the manifest, for losses that compare sequences of a micro-batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fcp_cli.runtime.loss.token_loss import next_token_labels
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class JoinedSequences:
-    """Sequences that `fetch` returns for one row, as an answer that is preferred and one that is not.
+    """Sequences that `fetch` returns for one row, e.g. a preferred and a rejected answer.
 
-    They do not see each other: to the ring they are sequences of a pack. The row's length is their sum.
+    They do not attend to each other: to the ring they are separate sequences of a pack. The row's length is their sum.
 
     Attributes:
-        tokens: [n] of all of them, one after the other.
-        labels: [n], each belonging to its token; -100 if it is not to be learned.
-        lengths: tokens of each; their sum is n.
+        tokens: [n] all sequences, concatenated.
+        labels: [n] label of each token itself, not of the next one; -100 for tokens that are not trained.
+        lengths: tokens of each sequence; their sum is n.
     """
 
     tokens: Tensor
@@ -27,5 +27,5 @@ class JoinedSequences:
     lengths: tuple[int, ...]
 
     def next_labels(self) -> Tensor:
-        """Return [n] the label after each token within its own sequence."""
+        """Return the next-token labels [n], each within its own sequence."""
         return torch.cat([next_token_labels(part) for part in torch.split(self.labels, list(self.lengths))])

@@ -36,22 +36,22 @@ token is not to be learned, a prompt for example); shifting them to the next tok
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One rank's tokens of one micro-batch; all tensors [1, tokens] int64, positions perhaps [axes, 1, tokens].
+    """One rank's tokens of one micro-batch; tensors are [1, tokens] int64, positions possibly [axes, 1, tokens].
 
-    A rank that holds no token (an idle row, or a pack with fewer tokens than ranks) gets one pad token outside every
+    A rank without tokens (an idle row, or a pack with fewer tokens than ranks) gets one pad token outside every
     sequence, with an ignored label, so that it takes part in every forward and backward with weight zero.
 
     Attributes:
-        row: the micro-batch in the plan.
-        member: this rank's place in the ring.
-        layout: tokens of each member of the ring.
+        row: the micro-batch's row of the plan.
+        member: this rank's index in the group.
+        layout: tokens of each member.
         input_ids, position_ids: tokens, and their positions within their own sequences.
-        labels: the token after each, -100 at the end of a sequence.
+        labels: next token of each; -100 at the end of a sequence.
         labelled: [labelled] int64 indices of tokens with labels, for a loss that skips the others; None if nearly all
             tokens have one.
         visuals: this rank's part of the pack's images and videos, or None.
-        digest: digest of the pack's sequences, or None if no other rank trains on it.
-        pack_labels: [tokens of the pack] labels of joined sequences, or None if there are none.
+        digest: digest of the pack's sequences, or None if no other rank shares the pack.
+        pack_labels: [tokens of the pack] labels of joined sequences, or None.
     """
 
     row: MicroBatch
@@ -80,7 +80,7 @@ class Shard:
         )
 
     def without(self, rows: Collection[int]) -> Shard:
-        """Return the shard without the labels of these manifest rows."""
+        """Return the shard with the labels of the given manifest rows ignored."""
         bad = np.isin(self.row.sequences, list(rows))
         if not bad.any() or not self.layout.tokens(self.member):
             return self
@@ -91,13 +91,13 @@ class Shard:
 
 
 def picture_problems(shards: Iterable[Shard]) -> dict[int, str]:
-    """Return the reason why pictures that this rank encodes could not be read, by manifest row; they are blank."""
+    """Return the decoding error of each manifest row whose images failed to decode on this rank; they are blank."""
     return {row: why for shard in shards if shard.visuals for row, why in shard.visuals.problems.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sequence:
-    """One sequence, cut to the plan's length: [tokens] ids and next-token labels, and fields of `VisualSequence`."""
+    """One sequence, cut to the plan's length: ids and next-token labels [tokens], fields of `VisualSequence`."""
 
     tokens: Tensor
     labels: Tensor
@@ -108,14 +108,14 @@ class _Sequence:
 
 
 def fetches_labels(steps: Iterable[StepPlan], fetch: Fetch) -> bool:
-    """Return whether `fetch` returns labels, judged by the first sequence to be trained; the same on every rank."""
+    """Return whether `fetch` returns labels, judged by the first sequence to train on; the same on every rank."""
     for step in steps:
         return _has_labels(fetch(int(step.sequences[0])))
     return False
 
 
 def load_shard(row: MicroBatch, fetch: Fetch, *, rank: int, labelled: bool = False) -> Shard:
-    """Load this rank's part of one micro-batch."""
+    """Load this rank's shard of one micro-batch."""
     return begin_shard(row, fetch=fetch, rank=rank, labelled=labelled)()
 
 
@@ -128,15 +128,15 @@ def begin_shard(
     labelled: bool = False,
     encoders: Sequence[int] = (),
 ) -> Callable[[], Shard]:
-    """Load this rank's part of one micro-batch except its pixels, which the returned function waits for.
+    """Load this rank's shard of one micro-batch except pixels; the returned function waits for those.
 
     Args:
         row: the micro-batch.
-        wave: all micro-batches whose ranks share the encoder's work, `row` among them; empty if only its own do.
+        wave: all micro-batches whose ranks balance the encoder's work, including `row`; empty if only its own ranks do.
         fetch: returns the sequence of a manifest row.
         rank: global rank.
         labelled: whether `fetch` returns labels; the same on every rank.
-        encoders: ranks that only encode; empty if all ranks that share the work do.
+        encoders: dedicated encoder ranks; empty if all ranks encode.
     """
     member = row.ranks.index(rank)
     sequences = [_sequence(fetch, at, length, labelled) for at, length in zip(row.sequences, row.lengths, strict=True)]
@@ -144,7 +144,7 @@ def begin_shard(
     masks = [sequence.mask for sequence in sequences for _ in sequence.lengths]
     layout = shard_layout(lengths, row.degree, row.heads_degree, tuple(masks))
     place = partial(Shard, row=row, member=member, layout=layout, digest=_digest(row, member, sequences))
-    # Joined sequences have no parts.
+    # # Joined sequences have no images.
     own = VisualPack(
         parts=[sequence.parts for sequence in sequences for _ in sequence.lengths],
         rows=[at for at, sequence in zip(row.sequences, sequences, strict=True) for _ in sequence.lengths],
@@ -158,7 +158,7 @@ def begin_shard(
 
 
 def _pack_of_others(row: MicroBatch, fetch: Fetch) -> VisualPack:
-    """Return the pictures of another ring's pack."""
+    """Return the images of another ring's pack."""
     found = [fetch(at) for at in row.sequences]
     return VisualPack(
         parts=[one.parts if isinstance(one, VisualSequence) else () for one in found],
@@ -187,7 +187,7 @@ def _tokens_of_shard(
         input_ids=torch.cat([sequence.tokens for sequence in sequences])[index].unsqueeze(0),
         position_ids=_position_ids(sequences, layout, member, index),
         labels=labels,
-        # Found here, in the loader's thread: on the device, how many there are would be waited for.
+        # # Computed in the loader's thread: on the device, their number would have to be waited for.
         labelled=labelled_rows(labels),
         pack_labels=pack_labels if len(layout.lengths) > len(sequences) else None,
     )

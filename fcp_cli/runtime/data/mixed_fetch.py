@@ -1,4 +1,4 @@
-"""Fetch sequences of a mixture's plan: its row numbers count through all sources."""
+"""Fetch sequences for a plan of a mixture, whose row numbers run through all sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fcp_cli.plan.file.reader import PlanReader
 
 
 def mixed_fetch(plan: str | Path, fetch: Callable[[str, int], Any]) -> Callable[[int], Any]:
-    """Return the `fetch` of a session from one that takes a source and a row there.
+    """Return a session's `fetch`, given a function from a source and a row of it.
 
     Args:
         plan: a plan of `fcp plan --mix`.
@@ -19,7 +19,7 @@ def mixed_fetch(plan: str | Path, fetch: Callable[[str, int], Any]) -> Callable[
 
     Raises:
         PlanError: the plan cannot be read.
-        RunError: it mixes nothing.
+        RunError: the plan has no mixture.
     """
     mixture = PlanReader(Path(plan)).metadata.mixture
     if mixture is None:

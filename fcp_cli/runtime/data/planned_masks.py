@@ -1,4 +1,4 @@
-"""Give sequences the masks that they were planned with, and stop if data comes with others."""
+"""Apply the plan's masks to sequences, and raise if data has different ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fcp_cli.vision.parts import VisualSequence
 
 
 def with_planned_masks(fetch: Fetch, metadata: PlanMetadata) -> Fetch:
-    """Return a fetch whose sequences have the plan's masks; the same one if the plan keeps none."""
+    """Return a fetch whose sequences have the plan's masks; `fetch` itself if the plan has none."""
     masks, name = metadata.mask_rows, metadata.manifest.name
     if masks is None:
         return fetch
@@ -40,7 +40,7 @@ def with_planned_masks(fetch: Fetch, metadata: PlanMetadata) -> Fetch:
 
 
 def require_same(found: Mask, planned: Mask, row: int, tokens: int, name: str) -> None:
-    """Raise RunError if a sequence of so many tokens comes with another mask than it was planned with."""
+    """Raise RunError if the mask of a sequence of `tokens` tokens differs from the planned one."""
     if found != planned and found.areas(tokens) != planned.areas(tokens):
         raise RunError(
             f"row {row} of the data comes with another mask ({described(found)}) than it has in the plan's manifest "

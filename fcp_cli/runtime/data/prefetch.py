@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Prefetched(Generic[T]):
-    """An iterator over the items of `items` in order; an exception raised there is raised here, at its place.
+    """Iterator over `items` in order, produced in a background thread; its exceptions are raised at their position.
 
-    At most `depth` items wait, plus the one that the thread is making. With `depth=0` there is no thread and items
-    are made when they are asked for. `close` lets the thread end; it is a daemon, so an open one does not hold up exit.
+    At most `depth` items are buffered, plus the one being made. With `depth=0` there is no thread and items are made on
+    request. `close` ends the thread; as a daemon, it never blocks interpreter exit.
     """
 
     def __init__(self, items: Iterable[T], *, depth: int, name: str) -> None:
@@ -47,20 +47,20 @@ class Prefetched(Generic[T]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop making items and drop those that wait."""
+        """Stop making items and drop the buffered ones."""
         with self._changed:
             self._closed = self._finished = True
             self._ready.clear()
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()  # after this no code of `items` runs, and files that it reads may be closed
+            self._thread.join()  # afterwards `items` no longer runs, and files that it reads may be closed
 
     def _produce(self) -> None:
         try:
             for item in self._items:
                 if not self._offer(item):
                     return
-        except BaseException as error:  # of any kind: a consumer must not wait for a thread that has died
+        except BaseException as error:  # of any kind, or the consumer would wait for a dead thread
             self._error = error
         finally:
             with self._changed:
@@ -68,7 +68,7 @@ class Prefetched(Generic[T]):
                 self._changed.notify_all()
 
     def _offer(self, item: T) -> bool:
-        """Hand an item over once there is room; return False when the consumer has closed."""
+        """Append an item once there is room; return False if the consumer has closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
             if self._closed:

@@ -1,4 +1,4 @@
-"""Load a rank's steps ahead of the training loop, for any kind of shards."""
+"""Load a rank's steps ahead of the training loop, for any kind of shard."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fcp_cli.runtime.layouts.layout import ShardLayout
 
 
 class HostShard(Protocol):
-    """One rank's part of a micro-batch, in host memory.
+    """One rank's shard of a micro-batch, in host memory.
 
     Attributes:
-        member: this rank's place in the group.
+        member: this rank's index in the group.
         layout: tokens of each member.
     """
 
@@ -31,7 +31,7 @@ class HostShard(Protocol):
     def layout(self) -> ShardLayout: ...
 
     def mapped(self: ShardT, function: Callable[[Tensor], Tensor]) -> ShardT:
-        """Return the shard with every tensor that goes to the device replaced."""
+        """Return the shard with `function` applied to every tensor that goes to the device."""
         ...
 
 
@@ -42,13 +42,13 @@ Begin: TypeAlias = Callable[[MicroBatch, Sequence[MicroBatch]], Callable[[], Sha
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedStep(Generic[ShardT]):
-    """One step's shards of one rank."""
+    """One rank's shards of one step."""
 
     plan: RankStep
     shards: tuple[ShardT, ...]
 
     def pinned(self) -> LoadedStep[ShardT]:
-        """Return the step in page-locked memory: only from there does a copy to a GPU not keep the host waiting."""
+        """Return the step in pinned memory, without which a copy to a GPU blocks the host."""
         return replace(self, shards=tuple(shard.mapped(Tensor.pin_memory) for shard in self.shards))
 
 
@@ -59,9 +59,9 @@ def load_steps(
 
     Args:
         steps: steps to load.
-        begin: begins to load a micro-batch; its errors are raised instead of returning the step.
-        device: the device that the shards will be copied to; for CUDA they are put in page-locked memory.
-        looks_ahead: begin the next step before the current one ends, because other ranks read parts of it.
+        begin: starts to load a micro-batch; its errors are raised when the step would be yielded.
+        device: device that the shards will be copied to; for CUDA they are pinned.
+        looks_ahead: start the next step before the current one is finished, because other ranks read parts of it.
     """
     begun: deque[Callable[[], LoadedStep[ShardT]]] = deque()
     for step in steps:
@@ -76,7 +76,7 @@ def _begin_step(step: RankStep, begin: Begin[ShardT], device: torch.device) -> C
         waves = step.waves or [()] * len(step.rows)
         begun = [begin(row, wave) for row, wave in zip(step.rows, waves, strict=True)]
     except Exception as error:
-        return partial(_raise, error)  # after the steps before it
+        return partial(_raise, error)  # raised in its turn, after the previous steps
     return partial(_finish_step, step, begun, device)
 
 
@@ -87,7 +87,7 @@ def _raise(error: Exception) -> LoadedStep[ShardT]:
 def _finish_step(step: RankStep, begun: Sequence[Callable[[], ShardT]], device: torch.device) -> LoadedStep[ShardT]:
     loaded = LoadedStep(plan=step, shards=tuple(finish() for finish in begun))
     for shard in loaded.shards:
-        # Computed here, in the loader's thread: the first layer's attention would wait for them.
+        # # Computed in the loader's thread, so that the first layer's attention does not wait for it.
         ring, place = shard.layout.ring, shard.member // shard.layout.heads_degree
         for source in range(ring.degree):
             ring.hops(place, source, packed=device.type != "cpu")
