@@ -1,1 +1,1 @@
-"""Checks while a loop runs, which abort a job that would train wrong."""
+"""Checks during a training loop that abort a job which would train incorrectly."""

@@ -1,8 +1,7 @@
-"""Notice a loss that is not a number, or infinite, before it has cost more than a step.
+"""Detect a NaN or infinite loss before it has cost more than a step.
 
-On the CPU a loss is looked at when it is made. On a device that would make the host wait for it in every micro-batch:
-its value is copied in parallel with the computation, and checked when it has arrived: in a later micro-batch, at the
-latest in the next step.
+On the CPU a loss is checked when it is computed. On a device that would block the host in every micro-batch, so its
+value is copied asynchronously and checked once it has arrived: in a later micro-batch, at the latest in the next step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class LossWatch:
     """Stops a rank at its first loss that is not finite.
 
     Args:
-        clock: the clock of the session, which knows how far the device is.
+        clock: clock of the session, which tells how far the device is.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -39,17 +38,17 @@ class LossWatch:
         self._under_way: deque[_Copy] = deque()
 
     def note(self, place: str, rows: tuple[int, ...], loss_sum: Tensor) -> None:
-        """Look at a loss (0-d, detached), at once or when the device has it.
+        """Check a loss (0-d, detached), immediately or once the device has computed it.
 
         Args:
             place: step, micro-batch and rank, for the message.
-            rows: the rows of the data in the micro-batch.
+            rows: rows of the data in the micro-batch.
             loss_sum: sum of this rank's token losses.
         """
         if loss_sum.device.type == "cpu":
             _require_finite(place, rows, loss_sum)
             return
-        # Page-locked, or the copy would make the host wait.
+        # # Pinned, or the copy would block the host.
         value = torch.empty_like(loss_sum, device="cpu", pin_memory=loss_sum.device.type == "cuda")
         value.copy_(loss_sum, non_blocking=True)
         self._under_way.append(_Copy(place, rows, value, self._clock.mark()))

@@ -1,7 +1,7 @@
-"""Checks of a running loop that stop it at the first step that would train wrongly.
+"""Checks of a training loop that abort it at the first step that would train incorrectly.
 
-All of it is the host's: counters, hooks on the loss, and one number a step between hosts. A micro-batch pays a few
-microseconds (`python -m benchmarks.guards`).
+All checks run on the host: counters, hooks on the loss, and one all-reduced number a step. They cost a few microseconds
+per micro-batch (`python -m benchmarks.guards`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OTHER_LOSS = (
 
 
 class Guards:
-    """The checks of one call of `Session.steps`.
+    """Checks of one call of `Session.steps`.
 
     Attributes:
-        sync: how gradients are summed.
-        on_nan: action on a loss that is not finite.
+        sync: gradient reducer.
+        on_nan: reaction to a loss that is not finite.
     """
 
     def __init__(
@@ -56,32 +56,32 @@ class Guards:
         self._most_forwards = self._most_backwards = 0
         self._passes: PassAgreement | None = PassAgreement(world)
         self._is_model_missing = model is None
-        self._is_walked = world.size == 1  # then there is nothing to sum
+        self._is_walked = world.size == 1  # with one rank, nothing is reduced
 
     def place(self, step: int, row: MicroBatch) -> str:
-        """Return where a rank is, for messages."""
+        """Return step, micro-batch and rank, for messages."""
         return f"step {step}, micro-batch {row.order}, rank {self._world.rank}"
 
     def same_data(self, step: int, shards: tuple[Shard, ...]) -> SameData | None:
-        """Begin to compare the sequences of each ring over its ranks; None if there is one rank."""
+        """Start to compare the sequences of each ring over its ranks; return None if there is one rank."""
         if self._world.size == 1:
             return None
         return SameData(self._world, step, [shard.digest for shard in shards if shard.digest is not None])
 
     def expect_as_before(self, ring: Ring, order: int) -> None:
-        """Let a ring be used as often as the rank's rings before: ranks that differ would wait for each other."""
+        """Limit a ring's passes to the counts of earlier micro-batches, since ranks that differ would deadlock."""
         ring.context.most_forwards, ring.context.most_backwards = self._most_forwards, self._most_backwards
         if self._passes is not None:
             self._passes.watch(ring, order)
 
     def note_forwards(self, ring: Ring) -> None:
-        """Note the forwards of a micro-batch that is over."""
+        """Record the forwards of a finished micro-batch."""
         self._most_forwards = max(self._most_forwards, ring.context.forward_calls)
 
     def note_backwards(self, rings: Iterable[Ring]) -> None:
-        """Note the backwards of a step that is over: a loop may hold them back until its last micro-batch."""
+        """Record the backwards of a finished step, since a loop may defer them to its end."""
         if self._passes is not None:
-            # Later steps are held against the counts of this one, without messages.
+            # # Later steps are compared with the counts of this one, without messages.
             self._passes.end_step()
             self._passes = None
         self._most_backwards = max(self._most_backwards, *(ring.context.backward_calls for ring in rings))
@@ -91,10 +91,10 @@ class Guards:
         self._watch.look()
 
     def see_loss(self, place: str, row: MicroBatch, loss_sum: Tensor, loss: Tensor) -> None:
-        """Look at a loss that a micro-batch made.
+        """Check a loss that a micro-batch computed.
 
         Args:
-            place, row: the place and row of the micro-batch.
+            place, row: place and row of the micro-batch.
             loss_sum: sum of its token losses (0-d, detached).
             loss: this rank's share of the step's loss.
         """
@@ -108,7 +108,7 @@ class Guards:
                 require_summed(loss, ids, ranks=self._world.size, place=place)
 
     def is_skipped(self, losses: list[Tensor], device: torch.device) -> bool:
-        """Return whether a rank's loss is not finite and its step is to change nothing. Every rank calls it."""
+        """Return whether to skip the step: under `skip-step`, if any rank's loss is not finite. Every rank calls it."""
         if self.on_nan != "skip-step":
             return False
         bad = torch.zeros(1, device=device)

@@ -1,4 +1,4 @@
-"""Actions on a step whose loss or gradient is NaN or infinite. Imports no torch: the options import it."""
+"""Reactions to a NaN or infinite loss or gradient. Without torch, since the command line's options import it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Compare, in the first step of a loop, which pass of attention the ranks of a ring begin, before they begin it.
+"""Compare attention passes over the ranks of a ring in the first step of a loop, before each pass begins.
 
-In later steps a rank knows how often a loop runs attention on a ring, and stops at one pass more (`guards`). At first,
-there is nothing to compare with but the other ranks: a pass that only some of them run would take the hops of another
-pass for its own, and wait for the last of them without end. So each rank announces the pass to the next one of its
-ring, from host to host, and waits for the announcement of the one before. Later steps pay nothing for it.
+In later steps a rank knows how often the loop runs attention on a ring, and raises at an extra pass (`guards`). In the
+first step it can only ask the other ranks: if only some of them ran a pass, they would take the hops of another pass
+for its own, and hang at the last. So each rank announces a pass to the next rank of its ring, between hosts, and waits
+for the announcement of the previous rank. Later steps have no such cost.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ _KINDS = ("forward", "backward", "recomputed forward", _END)
 
 
 class PassAgreement:
-    """The passes of one rank in the first step of a loop."""
+    """Attention passes of one rank in the first step of a loop."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._orders: dict[Ring, int] = {}  # micro-batch of each ring that has not ended
+        self._orders: dict[Ring, int] = {}  # index of the micro-batch of each ring in use
 
     def watch(self, ring: Ring, order: int) -> None:
-        """Compare the passes of a ring of several ranks, that of a micro-batch, from now on."""
+        """Compare the passes on a micro-batch's ring from now on, if it has several ranks."""
         if ring.degree > 1:
             self._orders[ring] = order
             ring.context.begin_pass = partial(self.begin, ring)
 
     def begin(self, ring: Ring, kind: str, number: int) -> None:
-        """Make sure that the rank before begins the same pass. Every rank of the ring calls it, before each pass.
+        """Raise RunError unless the previous rank begins the same pass. Every rank of the ring calls it, before each
+        pass.
 
         Args:
-            ring: the ring of the micro-batch.
+            ring: ring of the micro-batch.
             kind: `forward`, `backward` or `recomputed forward`.
-            number: the number of the pass, among those of its kind on this ring.
+            number: number of the pass among those of its kind on this ring.
         """
-        # From 1 on, so that zeros are no announcement.
+        # # Orders count from 1, so that zeros mean no announcement.
         mine = (self._orders[ring] + 1, _KINDS.index(kind), number)
         before = ring.ranks[ring.index - 1]
         theirs = torch.zeros(3, dtype=torch.int64, device="cpu")
@@ -54,10 +55,10 @@ class PassAgreement:
             )
 
     def end_step(self) -> None:
-        """Make sure that the ranks of all rings run no more on them.
+        """Raise RunError if ranks of any ring run further passes on it.
 
-        Not sooner: a rank whose last backward reduces gradients is in it until the others have run theirs, and a loop
-        may hold its backwards back.
+        Called once per step rather than per micro-batch: a rank whose last backward reduces gradients stays in it until
+        the others have run theirs, and a loop may defer its backwards.
         """
         for ring in list(self._orders):
             self.begin(ring, _END, 0)

@@ -1,8 +1,8 @@
-"""Say where a rank is when it has waited too long: in which step, which ring, and for which ranks.
+"""Report a rank that has waited too long: its step, its ring, and the ranks it waits for.
 
-Rings block without a word: a rank whose neighbour never comes ends, minutes later, with the name of a collective. A
-background thread watches the progress of the device, and prints its own line before the time-out. Each
-rank of a job that hangs prints one, and the rank in the earliest micro-batch holds the others up.
+Rings block silently: a rank whose neighbour never comes aborts minutes later with the name of a collective. A
+background thread watches the progress of the device, and prints a line before the timeout. In a job that hangs each
+rank prints one, and the rank in the earliest micro-batch is the straggler.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.communication.world import rank_timeout
 from fcp_cli.runtime.metrics.timing import Clock
 
-_SHARE = 0.9  # of the time-out, after which the line is printed
-_TORCH_SECONDS = {"cpu": 1800.0}  # torch's own time-outs: of gloo, and of NCCL and HCCL
+_SHARE = 0.9  # of the timeout, after which the line is printed
+_TORCH_SECONDS = {"cpu": 1800.0}  # torch's default timeouts: for gloo, and for NCCL and HCCL
 _TORCH_DEVICE_SECONDS = 600.0
-_LOOKS = 20  # at the device, within the time
+_LOOKS = 20  # polls of the device within that time
 
 
 @dataclass(slots=True, eq=False)
 class StepPart:
-    """A part of a step that a rank has begun.
+    """Part of a step that a rank has begun.
 
     Attributes:
         step: optimizer step.
-        row: micro-batch with its ranks in ring order; None: the reduction of gradients at the end of the step.
-        end: mark of the clock behind it; None while the host is in it.
+        row: micro-batch with its ranks in ring order, or None for the gradient reduction at the end of the step.
+        end: mark of the clock at its end; None while the host is in it.
     """
 
     step: int
@@ -44,13 +44,13 @@ class StepPart:
 
 
 class Watch:
-    """Watches one rank. `begin` and `StepPart.end` are set by the training loop, all else is seen by a thread.
+    """Stall reporter of one rank. The training loop calls `begin` and sets `StepPart.end`; a thread does the rest.
 
     Args:
-        rank: the rank of the plan.
-        clock: the clock of the session.
-        seconds: how long a place may last without a word.
-        report: takes the line.
+        rank: rank in the plan.
+        clock: clock of the session.
+        seconds: time in one part of a step after which to report.
+        report: receives the line.
     """
 
     def __init__(self, rank: int, clock: Clock, seconds: float, report: Callable[[str], None]) -> None:
@@ -62,7 +62,7 @@ class Watch:
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Start watching, until `stop`, or until the watch is garbage-collected."""
+        """Start watching, until `stop` or until the watch is garbage-collected."""
         weakref.finalize(self, self._stop.set)
         given = (weakref.ref(self), self._stop, self._seconds / _LOOKS)
         threading.Thread(target=_watch, args=given, name="fcp-watch", daemon=True).start()
@@ -71,29 +71,29 @@ class Watch:
         self._stop.set()
 
     def begin(self, step: int, row: MicroBatch | None) -> StepPart:
-        """Note that a part of a step begins; give the place its end when the host has left it."""
+        """Record the start of a part of a step; the caller sets its `end` when the host has left it."""
         self._latest = place = StepPart(step, row)
         self._places.append(place)
         return place
 
     def go_on(self, step: int, row: MicroBatch) -> None:
-        """Note that a micro-batch begins when the previous one ends, in a loop that reports nothing else."""
+        """Record that a micro-batch begins and the previous one ends, for loops that report nothing else."""
         self.leave()
         self.begin(step, row)
 
     def leave(self) -> None:
-        """Note that the host has left the micro-batch that was begun last, if any."""
+        """Record that the host has left the latest micro-batch, if any."""
         if self._latest is not None and self._latest.end is None:
             self._latest.end = self._clock.mark()
 
     def forget(self) -> None:
-        """Forget all micro-batches: the training loop was left."""
+        """Drop all micro-batches, since the training loop was abandoned."""
         self._places.clear()
 
     def look(self, now: float) -> None:
-        """Report where the device is, once, if it has been there too long at `now` (seconds of a monotonic clock)."""
+        """Report the device's current part once if it has lasted too long at `now` (monotonic seconds)."""
         places = self._places
-        # In a thread of its own while the loop appends: single operations of a deque are atomic.
+        # # Runs in the watch's thread while the loop appends: single deque operations are atomic.
         while places and places[0].end is not None and self._clock.has_passed(places[0].end):
             places.popleft()
         place = places[0] if places else None
@@ -109,7 +109,7 @@ def _watch(watched: weakref.ref[Watch], stop: threading.Event, every_seconds: fl
         if (watch := watched()) is None:
             return
         watch.look(time.monotonic())
-        del watch  # or the thread itself would keep it
+        del watch  # or the thread would keep it alive
 
 
 def _line(rank: int, place: StepPart, seconds: float) -> str:
@@ -137,7 +137,7 @@ def _and(ranks: Iterable[int]) -> str:
 
 
 def watch_for(rank: int, clock: Clock, device: torch.device) -> Watch:
-    """Return a watch that speaks before the job's time-out, on standard error."""
+    """Return a watch that reports on stderr before the job's timeout."""
     given = rank_timeout()
     torch_seconds = _TORCH_SECONDS.get(device.type, _TORCH_DEVICE_SECONDS)
     seconds = torch_seconds if given is None else given.total_seconds()

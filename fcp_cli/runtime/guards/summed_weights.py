@@ -1,4 +1,4 @@
-"""Find out, from the first loss, whether every weight that it trains is one whose gradients are summed over ranks."""
+"""Verify at the first loss that the gradients of every weight it trains are reduced over ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _OTHER_MODEL = (
 
 
 def require_summed(loss: Tensor, summed: frozenset[int] | None, *, ranks: int, place: str) -> None:
-    """Raise RunError if a loss trains a weight whose gradients are not summed.
+    """Raise RunError if a loss trains a weight whose gradients are not reduced.
 
     Args:
-        loss: the loss with its graph, which is walked once: a few microseconds per node.
-        summed: ids of the parameters whose gradients are summed; None: nothing sums any.
-        ranks: the ranks of the job.
+        loss: loss with its graph, which is walked once: a few microseconds per node.
+        summed: ids of the parameters whose gradients are reduced, or None if there are none.
+        ranks: number of ranks of the job.
         place: step, micro-batch and rank, for the message.
     """
     for parameter in _trained_by(loss):
@@ -36,12 +36,14 @@ def require_summed(loss: Tensor, summed: frozenset[int] | None, *, ranks: int, p
 
 
 def _trained_by(loss: Tensor) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a loss's graph ends in. Inside reentrant checkpoints there is no graph yet."""
+    """Yield the parameters at the leaves of a loss's graph, except inside reentrant checkpoints, which have no graph
+    yet.
+    """
     waiting: list[Any] = [loss.grad_fn]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        # Only the nodes that accumulate a leaf's gradient have one.
+        # # Only nodes that accumulate a leaf's gradient have a `variable`.
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter):
             yield variable
@@ -51,11 +53,11 @@ def _trained_by(loss: Tensor) -> Iterator[nn.Parameter]:
 
 
 def _name(parameter: nn.Parameter) -> str:
-    """Return the longest name that a module of this process has for a parameter."""
+    """Return the longest name of a parameter in any module of this process."""
     best = f"a weight of shape {list(parameter.shape)}"
     depth = -1
     for module in gc.get_objects():
-        if not issubclass(type(module), nn.Module):  # isinstance would resolve proxies
+        if not issubclass(type(module), nn.Module):  # isinstance would resolve lazy proxies
             continue
         for name, found in module.named_parameters():
             if found is parameter and name.count(".") > depth:
