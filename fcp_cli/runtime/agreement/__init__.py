@@ -1,1 +1,1 @@
-"""Settings that all ranks compare before the first step, or in it."""
+"""Settings and data that all ranks compare, before the first step or in a step."""

@@ -1,4 +1,4 @@
-"""The type in which gradients of keys and values travel around rings: as requested, the same on all ranks."""
+"""Data type in which gradients of keys and values travel around rings; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def agreed_grad_dtype(world: World, device: torch.device, given: GradRingDtype |
 
     Args:
         world: all processes.
-        device: the device where their collectives want tensors.
-        given: the value that the script gives; the same on every rank.
+        device: device of the collectives' tensors.
+        given: value from the script; the same on every rank.
     """
     from fcp_cli.runtime.communication.world import gather_words
 

@@ -1,4 +1,4 @@
-"""Before the first step, the ranks agree on the attention kernels of CUDA that all of them can run, and say so."""
+"""Agree, before the first step, on the CUDA attention kernels that every rank can run, and print the choice."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fcp_cli.runtime.kernels.cuda_choice import Preference, asked_kernel
 from fcp_cli.runtime.kernels.probe import GENERIC, Signature, unusable
 
 _USABLE, _UNAVAILABLE, _FAILED = range(3)
-_NOTABLE_RATIO: Final = 1.05  # of times under another kernel than the profile's
+_NOTABLE_RATIO: Final = 1.05  # of attention times, under another kernel than the profile's
 
 
 def prefer_agreed_kernels(world: World, device: torch.device, metadata: PlanMetadata) -> None:
-    """Let CUDA kernels be chosen alike on all ranks, whose devices are CUDA's. Collective: every rank calls it."""
+    """Make all ranks choose CUDA kernels in the same way. Collective: every rank of a job on CUDA calls it."""
     profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
     preference, lines = agree_on_kernels(world, device, profile)
     prefer(preference)
@@ -34,11 +34,11 @@ def prefer_agreed_kernels(world: World, device: torch.device, metadata: PlanMeta
 
 
 def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -> tuple[Preference, tuple[str, ...]]:
-    """Run each kernel's test call on every rank; a kernel that fails anywhere is used nowhere.
+    """Run each kernel's test call on every rank, and exclude kernels that fail on any rank.
 
     Returns:
-        The preference that all ranks follow, and the lines that this one prints: the choice on rank 0, and on every
-        other why a kernel's test call failed there.
+        The preference of all ranks, and the lines for this rank to print: on rank 0 the choice, on other ranks the
+        errors of failed test calls.
     """
     value = os.environ.get(VARIABLE) or "auto"
     known = ("auto", *KERNELS)
@@ -66,13 +66,13 @@ def agree_on_kernels(world: World, device: torch.device, profile: CostProfile) -
 
 
 def _table_of(profile: CostProfile, device: torch.device) -> KernelTable | None:
-    """Return the profile's table if it was measured on devices like this one."""
+    """Return the profile's kernel table if it was measured on this device model."""
     table = profile.attention_kernels
     return table if table and table.device == torch.cuda.get_device_name(device) and table.timings else None
 
 
 def _reasons(table: KernelTable | None, device: torch.device, asked: KernelName | None) -> dict[KernelName, str | None]:
-    """Return why this rank cannot use each kernel; only those that may run are tested."""
+    """Return the reason why this rank cannot use each kernel, or None; only kernels that may run are tested."""
     order = default_order(major_capability(), rocm=is_rocm())[0]
     measured = () if table is None else tuple(timing.kernel for timing in table.timings)
     names = dict.fromkeys((*(() if asked is None else (asked,)), *measured, *order))
@@ -92,7 +92,7 @@ def _state(name: KernelName, reason: str | None) -> int:
 
 
 def _ranks(rows: list[list[int]], kernel: int, *states: int) -> list[int]:
-    """Return the ranks on which a kernel is in one of these states; of all but usable by default."""
+    """Return the ranks on which a kernel is in one of the given states; by default all states but usable."""
     wanted = states or (_UNAVAILABLE, _FAILED)
     return [rank for rank, row in enumerate(rows) if row[1 + kernel] in wanted]
 
@@ -119,7 +119,7 @@ def _failed_line(name: KernelName, rows: list[list[int]], reasons: Mapping[Kerne
 
 
 def _lines(preference: Preference, profile: CostProfile) -> list[str]:
-    """Return the chosen kernel, the reason, and the profile's kernel if that is another."""
+    """Return lines with the chosen kernel, the reason for it, and how it differs from the profile's."""
     table, (kernels, origin) = preference.table, default_order(major_capability(), rocm=is_rocm())
     usable = [name for name in kernels if name not in preference.excluded]
     if preference.asked is not None and preference.asked not in preference.excluded:
@@ -141,12 +141,12 @@ def _lines(preference: Preference, profile: CostProfile) -> list[str]:
 
 
 def _assumption(main: KernelName, profile: CostProfile, *, shorter: KernelName | None = None) -> list[str]:
-    """Return the kernel of the profile's times, with the ratio if another kernel runs.
+    """Return lines that name the profile's kernel, with the ratio of times if another kernel runs.
 
     Args:
-        main: runs most calls.
-        profile: the profile of the plan.
-        shorter: runs calls of shorter sequences, if another than `main`.
+        main: kernel of most calls.
+        profile: cost profile of the plan.
+        shorter: kernel for shorter sequences, if it is not `main`.
     """
     assumed = profile.attention_kernel
     table = profile.attention_kernels

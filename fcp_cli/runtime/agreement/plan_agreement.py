@@ -1,4 +1,4 @@
-"""Make sure, before the first step, that all ranks follow one and the same plan, made for as many ranks."""
+"""Validate, before the first step, that all ranks follow the same plan and that it is for their number of ranks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ NO_TRAINING = (
     "the plan is of forward passes (phase forward), whose micro-batches have no backward; train under a plan that was "
     "made without --phase forward"
 )
-_HEX_DIGITS_PER_WORD = 4  # words of 16 bits: small enough for every back end's int32 reductions
+_HEX_DIGITS_PER_WORD = 4  # 16-bit words fit the int32 reductions of every back end
 _HASH_WORDS = 16
 
 
 def agree_on_plan(
     world: World, path: Path, device: torch.device, *, tensor_parallel: int = 1, pipeline_parallel: int = 1
 ) -> PlanMetadata:
-    """Read the plan on every rank, prove its content unless the launcher has, and compare its hash over all ranks.
+    """Read the plan on every rank, verify its content unless the launcher has, and compare its hash over all ranks.
 
     Args:
         world: all processes.
-        path: the path of the plan.
-        device: the device where the processes' collectives want their tensors.
-        tensor_parallel, pipeline_parallel: how many processes the job joins to one rank of the plan.
+        path: path of the plan.
+        device: device of the collectives' tensors.
+        tensor_parallel, pipeline_parallel: sizes in the job; their product is the number of processes per rank of the
+            plan.
 
     Returns:
         The plan's metadata, the same on every rank.
@@ -53,17 +54,17 @@ def agree_on_plan(
 def agree_by(
     path: Path, gather: Callable[[IntArray], IntArray], *, tensor_parallel: int = 1, pipeline_parallel: int = 1
 ) -> PlanMetadata:
-    """Agree on the plan as `agree_on_plan` does, by the collective of any framework.
+    """Agree on the plan as in `agree_on_plan`, through any framework's collectives.
 
     Args:
-        path: the path of the plan.
-        gather: returns [processes, words], the words of every process, from this one's [words].
-        tensor_parallel, pipeline_parallel: the sizes of the job.
+        path: path of the plan.
+        gather: all-gathers this process's [words] to [processes, words].
+        tensor_parallel, pipeline_parallel: sizes in the job.
     """
     metadata, fault = None, None
     try:
         metadata = read_proven(path)
-    except FcpError as error:  # kept, so that all ranks stop together
+    except FcpError as error:  # raised after the collective, so that all ranks stop together
         fault = error
     table = gather(_words_of(metadata))
     if fault is not None:
@@ -82,7 +83,9 @@ def agree_by(
 
 
 def _words_of(metadata: PlanMetadata | None) -> IntArray:
-    """Return [17] int64 to show to all ranks: 1 and the plan's hash, or zeros of a plan that cannot be followed."""
+    """Return this rank's words for `gather`, [17] int64: 1 and the plan's hash, or zeros if the plan cannot be
+    followed.
+    """
     if metadata is None:
         return np.zeros(1 + _HASH_WORDS, dtype=np.int64)
     size = _HEX_DIGITS_PER_WORD
@@ -94,7 +97,7 @@ def _check_size(
     launched: int, path: Path, metadata: PlanMetadata, tensor_parallel: int, pipeline_parallel: int
 ) -> None:
     planned = (metadata.tensor_parallel, metadata.pipeline_parallel)
-    # A plan that does not state its devices per rank fits any.
+    # # A plan made without parallel sizes fits any.
     if planned not in ((1, 1), (tensor_parallel, pipeline_parallel)):
         raise RunError(
             f"the plan {path} has tensor parallel {metadata.tensor_parallel} and pipeline parallel "
@@ -116,11 +119,11 @@ def _name(ranks: list[int]) -> str:
 
 
 def require_causal(metadata: PlanMetadata, path: Path, loop: str) -> None:
-    """Raise RunError if a loop that has no masks was given a plan that was made for some.
+    """Raise RunError if the plan has masks, which the loop does not support.
 
     Args:
-        metadata, path: the metadata and path of the plan.
-        loop: its name.
+        metadata, path: metadata and path of the plan.
+        loop: name of the loop.
     """
     if metadata.masked_sequences is not None:
         raise RunError(
@@ -131,11 +134,11 @@ def require_causal(metadata: PlanMetadata, path: Path, loop: str) -> None:
 
 
 def require_training(metadata: PlanMetadata, path: Path | None = None, loop: str | None = None) -> None:
-    """Raise RunError if a loop that trains was given a plan that has room for more tokens than it holds.
+    """Raise RunError if the plan is of forward passes, or recomputes as needed and the loop cannot.
 
     Args:
-        metadata, path: the metadata and path of the plan.
-        loop: name of one that recomputes all micro-batches alike; None: it recomputes as a plan says.
+        metadata, path: metadata and path of the plan.
+        loop: name of a loop that recomputes all micro-batches alike, or None if it recomputes as planned.
     """
     if metadata.phase == "forward":
         raise RunError(NO_TRAINING)

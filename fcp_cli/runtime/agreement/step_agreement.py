@@ -1,8 +1,8 @@
-"""Make sure that all ranks begin with the same step, and that the ranks of a ring were given the same data.
+"""Verify that all ranks start at the same step, and that the ranks of a ring got the same data.
 
-Both are compared between hosts, in parallel with the devices' work: a sum of one number per step, begun before the
-step's first micro-batch and read after its last, so that no rank waits for it. Only if it shows a difference, ranks
-exchange more, to name it.
+Both are compared between hosts, in parallel with device work: one number per step is all-reduced, started before the
+step's first micro-batch and read after its last, so that no rank waits for it. Only if it differs from zero do ranks
+exchange details, to name the difference.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _WORD = 1 << 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackDigest:
-    """Input of a rank for one pack that it shares with others.
+    """One rank's input for one pack that it shares with others.
 
     Attributes:
-        order: the number of the micro-batch in the step.
-        member, degree: this rank's place in the ring, and the ring's size.
-        rows: the rows of the data.
-        digests: [rows] int64 of each sequence's tokens and labels.
+        order: index of the micro-batch in the step.
+        member, degree: this rank's index in the ring, and the ring's degree.
+        rows: rows of the data.
+        digests: int64 digest of each row's tokens and labels.
     """
 
     order: int
@@ -39,14 +39,14 @@ class PackDigest:
 
     @property
     def share(self) -> int:
-        """Return this member's 64-bit summand: those of a ring add up to 0, modulo 2^64, if all digests are equal."""
+        """Return this member's 64-bit summand: a ring's summands add up to 0 modulo 2^64 if all digests are equal."""
         content = ",".join(map(str, (self.order, *self.digests))).encode()
         own = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
         return (own * (self.degree - 1) if self.member == 0 else -own) % _WORD
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
-    """Return a number (int64) for the content of tensors in host memory."""
+    """Return an int64 digest of the content of tensors in host memory."""
     hashed = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         hashed.update(tensor.numpy().tobytes())
@@ -54,7 +54,7 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 
 def agree_on_first_step(world: World, first_step: int) -> None:
-    """Make sure that all ranks begin with the same step. Every rank calls it."""
+    """Raise RunError unless all ranks start at the same step. Every rank calls it."""
     steps = [begun - 1 for (begun,) in gather_words(world, (first_step + 1,))]
     others = [rank for rank, step in enumerate(steps) if step not in (-1, steps[0])]
     if others:
@@ -66,7 +66,7 @@ def agree_on_first_step(world: World, first_step: int) -> None:
 
 
 class SameData:
-    """The check of one step: begun when it is made, looked at by `require`. Every rank does both, in the same order."""
+    """Data check of one step: started on construction, read by `require`. Every rank does both, in the same order."""
 
     def __init__(self, world: World, step: int, packs: Sequence[PackDigest]) -> None:
         self._world, self._step, self._packs = world, step, packs
@@ -74,7 +74,7 @@ class SameData:
         self._handle: Waitable = world.start_sum(self._sum)
 
     def require(self) -> None:
-        """Raise RunError, on every rank, if ranks of a ring were given different data."""
+        """Raise RunError, on every rank, if ranks of a ring got different data."""
         self._handle.wait()
         if self._sum.item():
             raise RunError(self._difference())
@@ -101,12 +101,12 @@ def _signed(word: int) -> int:
 
 
 def agree_on_bad_rows(world: World, device: torch.device, own: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the manifest rows of all ranks, sorted; the same on all ranks. Every rank calls it.
+    """Return the sorted union of all ranks' manifest rows; the same on all ranks. Every rank calls it.
 
     Args:
         world: all ranks of the job.
-        device: the device of the collectives.
-        own: manifest rows that failed on this rank.
+        device: device of the collectives.
+        own: manifest rows that failed to decode on this rank.
     """
     told = gather_rows(world, torch.tensor(own, dtype=torch.int64, device=device), device)
     return tuple(sorted({row for rows in told for row in rows.tolist()}))
