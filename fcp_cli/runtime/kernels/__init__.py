@@ -1,4 +1,6 @@
-"""Attention kernels behind one interface. We write none: every one calls a kernel that the device's PyTorch ships."""
+"""Attention kernels behind one interface. All of them call kernels that PyTorch or other packages provide; fcp has
+none.
+"""
 
 from fcp_cli.runtime.kernels.base import AttentionKernel, lse_dtype
 from fcp_cli.runtime.kernels.select import capped_kernel, prefer, preferring, select_kernel

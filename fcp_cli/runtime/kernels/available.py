@@ -1,9 +1,9 @@
-"""The attention kernels that a CUDA device and this release of PyTorch can run, by their names.
+"""Attention kernels that a CUDA device and this PyTorch release can run, by name.
 
-FlashAttention 3 and 4 come in separate packages, and PyTorch adapts them to the arguments of its flash operators:
-its registry (`torch.nn.attention`) replaces the operators by the adapters, for the whole process. fcp calls the
-adapters directly, so that the operators stay unchanged. An implementation that the script has activated in the registry
-stays, and the flash operators then run it.
+FlashAttention 3 and 4 are separate packages, which PyTorch adapts to the signature of its flash operators. Its registry
+(`torch.nn.attention`) replaces the operators with these adapters for the whole process. fcp calls the adapters
+directly, so that the operators stay unchanged. If the script has activated an implementation in the registry, it stays
+active and the flash operators run it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fcp_cli.runtime.layouts.layout import Segments
 
 
 class NamedKernel(AttentionKernel, Protocol):
-    """A kernel with a name and a test for the calls that it refuses."""
+    """Kernel with a name and a check for unsupported calls."""
 
     @property
     def name(self) -> KernelName: ...
@@ -33,7 +33,7 @@ class NamedKernel(AttentionKernel, Protocol):
 
 
 class UnavailableError(Exception):
-    """A kernel cannot run here; the message says why, as a clause."""
+    """A kernel cannot run here; the message is the reason, as a clause."""
 
 
 class _Adapter(NamedTuple):
@@ -68,12 +68,12 @@ _ADAPTERS: Final = {
         backward="_fa4_flash_attention_backward_impl",
     ),
 }
-_FA4_PATH: Final = "_FA4_MODULE_PATH"  # where PyTorch's adapter looks up the package at each call
+_FA4_PATH: Final = "_FA4_MODULE_PATH"  # the adapter looks up the package here at each call
 _LEAST_CUDNN_MAJOR: Final = 8
 
 
 def major_capability() -> int:
-    """Return the major compute capability of the current device; 0 without one."""
+    """Return the major compute capability of the current device; 0 without a device."""
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
 
 
@@ -83,7 +83,7 @@ def is_rocm() -> bool:
 
 @cache
 def kernels_of(name: KernelName) -> tuple[NamedKernel, ...]:
-    """Return the forms of a kernel, the preferred one first."""
+    """Return the variants of a kernel, the preferred one first; raise UnavailableError if it cannot run here."""
     if name == "fa2":
         active = _active_implementation()
         if active is not None:
@@ -97,7 +97,7 @@ def kernels_of(name: KernelName) -> tuple[NamedKernel, ...]:
 
 
 def unavailability(name: KernelName) -> str | None:
-    """Return why a kernel cannot run here, or None."""
+    """Return the reason why a kernel cannot run here, or None."""
     try:
         kernels_of(name)
     except UnavailableError as error:
@@ -124,7 +124,7 @@ def _active_implementation() -> str | None:
 
 
 def _adapted(name: KernelName) -> FlashOperators:
-    """Return the operators of FlashAttention 3 or 4, with the process's own left as they are."""
+    """Return the operators of FlashAttention 3 or 4, without changing the process's own."""
     adapter = _ADAPTERS[name]
     if major_capability() not in adapter.majors:
         wanted = " or ".join(f"{major}.x" for major in adapter.majors)
@@ -142,12 +142,12 @@ def _adapted(name: KernelName) -> FlashOperators:
         if name == "fa4":
             setattr(module, _FA4_PATH, adapter.package)
         return FlashOperators(forward=getattr(module, adapter.forward), backward=getattr(module, adapter.backward))
-    except Exception as error:  # other releases fail in other ways
+    except Exception as error:  # releases fail in different ways
         raise UnavailableError(f"{adapter.install} does not fit torch {torch.__version__}: {error}") from error
 
 
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent is missing
+    except ModuleNotFoundError:  # its parent package is missing
         return False

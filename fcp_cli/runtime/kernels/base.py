@@ -1,7 +1,7 @@
-"""The interface of an attention kernel to the ring.
+"""Interface between attention kernels and the ring.
 
-T tokens, H query heads, G key/value heads, D head size; Tq and Tk where queries and keys differ in number, Dv where
-heads of values may have another size.
+Shapes: T tokens, H query heads, G key/value heads, head size D; Tq and Tk if queries and keys differ in number, Dv if
+    heads of v may have another size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from fcp_cli.runtime.layouts.layout import Segments
 
 
 class AttentionKernel(Protocol):
-    """Packed attention whose backward takes the log-sum-exp and output of the *whole* row, not of the keys it gets.
+    """Packed attention whose backward takes the log-sum-exp and output of the *whole* row, not only of the keys it is
+    given.
 
-    So a ring can split a row's keys over several calls: with the final `out` and `lse`, each call's share of
-    dq, dk and dv is exact, and the shares add up.
+    This lets a ring split a row's keys over several calls: with the final `out` and `lse`, each call's shares of dq, dk
+    and dv are exact and only need to be added.
 
     Attributes:
-        packed: whether one call for all sequences is cheaper than a call for each, and worth gathering their rows.
+        packed: whether one call for all sequences is cheaper than one per sequence, even if rows must be gathered for
+            it.
     """
 
     packed: bool
@@ -32,6 +34,7 @@ class AttentionKernel(Protocol):
         Args:
             q: [Tq, H, D], Tq = sum(q_lengths); the last dimension is contiguous, as in `k` and `v`.
             k, v: [Tk, G, D] and [Tk, G, Dv], Tk = sum(k_lengths); H is a multiple of G.
+            segments: sequences of the call.
             scale: factor on the scores.
 
         Returns:
@@ -42,17 +45,17 @@ class AttentionKernel(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients (dq, dk, dv), shaped as q, k, v, given each row's final `out` and `lse`."""
+        """Return the gradients (dq, dk, dv) in the shapes of q, k and v, given each row's final `out` and `lse`."""
         ...
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision in which results are kept and merged: fp64 for fp64, else fp32."""
+    """Return the data type in which results are kept and merged: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a small index tensor to `device` without making the host wait for the device's queue."""
+    """Copy a small index tensor to `device` without blocking the host."""
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)

@@ -1,4 +1,4 @@
-"""Attention on a CPU: PyTorch's flash kernel, one call per sequence."""
+"""Attention on CPUs: PyTorch's flash kernel, one call per sequence."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fcp_cli.runtime.layouts.layout import Segments
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# Before 2.9 the kernel took as many key heads as query heads for granted and read past the end of fewer.
+# # Before 2.9 the kernel assumed as many key heads as query heads, and read out of bounds if there were fewer.
 _SHARES_KV_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
-# Queries of one call with sliding windows: as many as the window has keys, within these bounds.
+# # Bounds on the number of queries per call with sliding windows; within them it equals the window.
 _LEAST_BLOCK, _MOST_BLOCK = 128, 1024
 
 
 class CpuKernel:
-    """fp64, fp32, bf16 and fp16. An empty q or k would end the process (SIGFPE); `Segments` has none."""
+    """Attention in fp64, fp32, bf16 and fp16. An empty q or k would kill the process (SIGFPE); `Segments` has none."""
 
     packed = False
 
@@ -66,7 +66,7 @@ class CpuKernel:
 
 
 def _windowed_forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend in blocks of queries, each to the keys that one of them sees: [1, H, n, D] and [1, G, m, D]."""
+    """Attend in blocks of queries, each to the keys that any of its queries sees: [1, H, n, D] and [1, G, m, D]."""
     results = [
         _forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, attn_mask=mask, scale=scale)
         for rows, keys, mask in _blocks(q, k, window)
@@ -92,7 +92,9 @@ def _windowed_backward(
 
 
 def _blocks(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield queries, the keys that any of them sees, and the mask of both; the last query sees the last keys."""
+    """Yield blocks of queries, the keys that any of them sees, and their mask. The last query is aligned with the last
+    key.
+    """
     queries, more = q.shape[2], k.shape[2] - q.shape[2]
     size = min(max(window, _LEAST_BLOCK), _MOST_BLOCK)
     for start in range(0, queries, size):
@@ -103,7 +105,7 @@ def _blocks(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, T
 
 @lru_cache(maxsize=32)
 def _band(rows: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Return the addend of scores, [rows, keys]: 0 within a query's window, minus infinity elsewhere."""
+    """Return the additive mask [rows, keys]: 0 within a query's window, -inf elsewhere."""
     seen = torch.ones(rows, keys, dtype=torch.bool).tril_(keys - rows).triu_(keys - rows - window + 1)
     return torch.zeros(rows, keys, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
@@ -115,20 +117,20 @@ def _split(packed: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def _join(pieces: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    """Join one [1, H, length, ...] per segment to [T, H, ...], which is the kernel's own memory order."""
+    """Concatenate one [1, H, length, ...] per segment to [T, H, ...], the kernel's own memory order."""
     unbatched = [piece[0].transpose(0, 1) for piece in pieces]
     return unbatched[0] if len(unbatched) == 1 else torch.cat(unbatched)
 
 
 def _with_heads(kv: Tensor, heads: int) -> Tensor:
-    """Give [T, G, D] as many heads as the kernel needs: each key/value head serves a run of query heads."""
+    """Repeat the heads of [T, G, D] to as many as the kernel needs; each serves consecutive query heads."""
     if _SHARES_KV_HEADS or kv.shape[1] == heads:
         return kv
     return kv.repeat_interleave(heads // kv.shape[1], dim=1)
 
 
 def _sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
-    """Return the gradient of `_with_heads`."""
+    """Return the gradient through `_with_heads`."""
     if grad.shape[1] == kv_heads:
         return grad
     return grad.reshape(grad.shape[0], kv_heads, -1, grad.shape[2]).sum(2)

@@ -1,8 +1,8 @@
-"""Attention on CUDA by variable-length flash kernels: the one that ships with PyTorch, or one of the same arguments.
+"""Attention on CUDA by variable-length flash kernels: PyTorch's own, or others with the same signature.
 
-`torch.nn.attention.varlen` wraps the same two operators, but its private custom operators exist only from torch 2.10
-and have changed their arguments since; the operators underneath are the same from torch 2.7 on, take a row's final
-out and lse in backward, and are replaced by `torch.nn.attention.activate_flash_attention_impl`.
+`torch.nn.attention.varlen` wraps the same two operators, but its private custom operators only exist from torch 2.10
+and have changed their signature since. The operators underneath are the same from torch 2.7, take a row's final out and
+lse in backward, and are replaced by `torch.nn.attention.activate_flash_attention_impl`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fcp_cli.runtime.layouts.layout import Segments
 
 
 class FlashOperators(NamedTuple):
-    """A pair of operators with the arguments of `aten::_flash_attention_forward` and its backward."""
+    """Pair of operators with the signatures of `aten::_flash_attention_forward` and its backward."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -44,11 +44,13 @@ class Bounds:
 
 
 class CudaFlashKernel:
-    """bf16 and fp16, head_dim a multiple of 8 up to 256 (FlashAttention 4: fewer). No device synchronisation.
+    """Attention in bf16 and fp16, with head sizes that are multiples of 8 up to 256 (FlashAttention 4: fewer sizes).
+
+    It never synchronizes with the device.
 
     Args:
-        name: the name of the operators.
-        operators: the operators that run; PyTorch's by default.
+        name: name of the kernel.
+        operators: operators to run; PyTorch's by default.
     """
 
     packed = True
@@ -58,7 +60,7 @@ class CudaFlashKernel:
         self._operators = operators
 
     def refusal(self, segments: Segments) -> str | None:
-        """Return why the kernel cannot take a call: it takes all, as far as their lengths say."""
+        """Return the reason why the kernel cannot run a call; None, since it takes any lengths."""
         return None
 
     @with_equal_sizes
@@ -86,7 +88,7 @@ class CudaFlashKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         bounds = bounds_of(segments, q.device)
-        # No dropout, so the random state is never read; it must only exist.
+        # # Required arguments, but never read: without dropout there is no random state.
         random_state = segments.derived(
             ("random_state", q.device), lambda: torch.zeros(2, dtype=torch.uint64, device=q.device)
         )
@@ -113,21 +115,22 @@ class CudaFlashKernel:
 
 
 def _window(segments: Segments) -> dict[str, int]:
-    """Return how many keys before and after its own a query sees, which the kernel aligns at the last of both."""
+    """Return the keys a query sees on either side of its own; the kernel aligns the last query and key."""
     return {} if segments.window is None else {"window_size_left": segments.window - 1, "window_size_right": 0}
 
 
 def check_head_dim(q: Tensor) -> None:
-    """Raise RunError for a head_dim that the flash kernel does not take."""
+    """Raise RunError for a head size that the flash kernel does not support."""
     head_dim = q.shape[-1]
     if head_dim % 8 or head_dim > 256:
         raise RunError(f"head_dim {head_dim} does not fit the CUDA flash kernel: it takes multiples of 8 up to 256")
 
 
 def tokens_first(lse: Tensor, q: Tensor) -> Tensor:
-    """Turn [H, T], as the kernel gives it, into [T, H].
+    """Transpose the kernel's lse [H, T] to [T, H].
 
-    Raises: RunError for another shape (releases before 2.7 padded it per sequence), rather than wrong gradients later.
+    Raises:
+        RunError: another shape, which would give wrong gradients later (before 2.7 torch padded it per sequence).
     """
     tokens, heads = q.shape[:2]
     if lse.shape != (heads, tokens):

@@ -1,15 +1,15 @@
-"""The choice of a CUDA kernel per call: the best of the call's shape class that can take it.
+"""Choice of a CUDA kernel per call: the best for the call's shape class that supports it.
 
-The order is: the kernel that was asked for; then those measured on the call's class, quickest first; then the default
-order of the architecture. A kernel takes part once its test call has passed for the heads and the type at hand. All
-figures are known to the host, so a choice waits for nothing, and a layout keeps it for all layers.
+The order is: the requested kernel; kernels measured on the call's shape class, fastest first; the default order of the
+architecture. A kernel is used only after its test call has passed for these heads and data type. The choice only needs
+values on the host, so it never waits, and a layout keeps it for all layers.
 
-A pack of unequal sequences may be split: its long ones run on cuDNN, the quickest on a Hopper, whose packed form is not
-used up to torch 2.13, and runs of the others between them on the kernel of the pack. Sequences do not attend to each
-other: results are concatenated.
+A pack of unequal sequences may be split. Its long sequences run on cuDNN, the fastest on Hopper, whose packed form is
+not used up to torch 2.13. Runs of the others between them use the pack's kernel. Sequences do not attend to each other,
+so results are concatenated.
 
-Kernels compute the same function, up to rounding, with natural log-sum-exps. The calls of one row, and the ranks of one
-ring, may run different kernels.
+Kernels compute the same function up to rounding, with natural log-sum-exps, so calls of one row and ranks of one ring
+may use different kernels.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preference:
-    """Settings that choose a kernel.
+    """Settings of the kernel choice.
 
     Attributes:
-        asked: kernel to prefer for every call that it can take, or None.
+        asked: kernel to prefer for every call that it supports, or None.
         table: measured kernels of this device, or None.
         excluded: kernels that some rank cannot run.
-        report: is given a line about a kernel that falls out during a run.
+        report: receives a line when a kernel is dropped during a run, or None.
     """
 
     asked: KernelName | None = None
@@ -63,20 +63,20 @@ class Preference:
         if self.table is not None:
             measured = self.table.order(shape_class(segments.q_lengths, causal=segments.causal))
         if not measured and min(segments.q_lengths) < LEAST_UNMEASURED_TOKENS:
-            # The construction of a graph for a new shape would take longer than it saves.
+            # # cuDNN last: building its graph for a new shape would take longer than it saves.
             default = tuple(sorted(default, key=lambda name: name == "cudnn"))
         asked = () if self.asked is None else (self.asked,)
         names = dict.fromkeys((*asked, *measured, *default, "fa2"))
         return tuple(name for name in names if name not in self.excluded)
 
     def favours(self, name: KernelName, other: KernelName, one: Segments) -> bool:
-        """Return whether a single sequence would run on kernel `name` rather than on `other`, if none was asked for."""
+        """Return whether a single sequence would prefer kernel `name` to `other`, ignoring a requested kernel."""
         order = replace(self, asked=None).order(one)
         return name in order and order.index(name) < (order.index(other) if other in order else len(order))
 
 
 class ChosenKernel:
-    """An attention kernel of CUDA for 16-bit types that passes every call to the kernel chosen for it."""
+    """CUDA attention for 16-bit types that dispatches every call to the kernel chosen for it."""
 
     packed = True
 
@@ -95,7 +95,7 @@ class ChosenKernel:
 
     def of(self, signature: Signature, segments: Segments, device: torch.device) -> NamedKernel:
         """Return the kernel of a call."""
-        key = (self, signature, len(self._dropped))  # layouts outlive a change of preference
+        key = (self, signature, len(self._dropped))  # layouts outlive changes of the preference and dropped kernels
         return segments.derived(key, lambda: self._choose(signature, segments, device))
 
     def _run(
@@ -107,7 +107,7 @@ class ChosenKernel:
             try:
                 return call(kernel)
             except Exception as error:
-                # PyTorch's own kernel is the one to fall back to, so that its errors are the user's to see.
+                # # PyTorch's own kernel is the last fallback, so its errors are raised to the user.
                 if kernel.name == "fa2" or probe.is_of_the_device(error):
                     raise
                 self._drop(kernel.name, error)
@@ -128,9 +128,9 @@ class ChosenKernel:
     def _split(
         self, rest: NamedKernel, signature: Signature, segments: Segments, device: torch.device
     ) -> NamedKernel | None:
-        """Return cuDNN for the long ones of a pack of unequal sequences, `rest` for the others; None if none is long.
+        """Return a kernel that runs a pack's long sequences on cuDNN and the others on `rest`, or None if none is long.
 
-        Sequences are long if cuDNN is faster for each by itself: by the measured table, else by the default order.
+        A sequence is long if cuDNN is preferred for it alone: by the measured table, else by the default order.
         """
         name: KernelName = "cudnn"
         lengths = list(zip(segments.q_lengths, segments.k_lengths, strict=True))
@@ -149,7 +149,7 @@ class ChosenKernel:
         return SplitKernel(name, runs_of(segments, kernels)) if long else None
 
     def _tested(self, name: KernelName, signature: Signature, device: torch.device) -> NamedKernel | None:
-        """Return the first form of a kernel that passes its test call; FlashAttention 2 needs none."""
+        """Return the first variant of a kernel that passes its test calls, or None; FlashAttention 2 is not tested."""
         key = (name, signature)
         if key not in self._passed:
             passing = (one for one in _forms(name) if name == "fa2" or not probe.failure(one, signature, device))
@@ -165,7 +165,7 @@ class ChosenKernel:
 
 
 class KernelRun(NamedTuple):
-    """Neighbouring sequences of a call, and their kernel."""
+    """Consecutive sequences of a call, and their kernel."""
 
     kernel: NamedKernel
     segments: Segments
@@ -176,7 +176,7 @@ def runs_of(segments: Segments, kernels: Sequence[NamedKernel]) -> list[KernelRu
 
     Args:
         segments: the call; without a window.
-        kernels: the kernels of each sequence.
+        kernels: kernel of each sequence.
     """
     runs, start = [], 0
     for kernel, group in groupby(kernels):
@@ -188,11 +188,11 @@ def runs_of(segments: Segments, kernels: Sequence[NamedKernel]) -> list[KernelRu
 
 
 class SplitKernel:
-    """The kernels of a call's runs as one kernel, only for this call. No device synchronisation.
+    """The kernels of one call's runs, as a kernel for this call only. It never synchronizes with the device.
 
     Args:
-        name: the name of the kernel of the long sequences, which is dropped if a run fails.
-        runs: the runs of the call.
+        name: kernel of the long sequences, which is dropped if a run fails.
+        runs: runs of the call.
     """
 
     packed = True
@@ -223,7 +223,7 @@ class SplitKernel:
         return dq, dk, dv
 
     def _cut(self, of_rows: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield, per run, views of packed tensors: those of rows, then those of keys."""
+        """Yield views of packed tensors per run: first of query-side tensors, then of key-side tensors."""
         rows = [sum(run.segments.q_lengths) for run in self._runs]
         keys = [sum(run.segments.k_lengths) for run in self._runs]
         sides = ((of_rows, rows), (of_keys, keys))
@@ -231,7 +231,7 @@ class SplitKernel:
 
 
 def _forms(name: KernelName) -> tuple[NamedKernel, ...]:
-    """Return the forms of a kernel; none if it cannot run here."""
+    """Return the variants of a kernel; empty if it cannot run here."""
     try:
         return kernels_of(name)
     except UnavailableError:
@@ -239,7 +239,7 @@ def _forms(name: KernelName) -> tuple[NamedKernel, ...]:
 
 
 def asked_kernel(value: str | None) -> KernelName | None:
-    """Return the kernel that the environment asks for; None for auto."""
+    """Return the kernel requested by the environment, or None for auto."""
     if value in (None, "", "auto"):
         return None
     for name in KERNELS:

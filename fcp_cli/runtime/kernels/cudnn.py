@@ -1,13 +1,13 @@
 """Attention on CUDA by cuDNN, through PyTorch's operators.
 
-Two forms. The dense one, `aten::_scaled_dot_product_cudnn_attention`, takes sequences of one length as a batch; it is
-the form of PyTorch's own context parallelism, gives log-sum-exps [batch, heads, rows, 1] ([batch, heads, rows] before
-torch 2.9), and takes a row's final out and log-sum-exp in backward. The packed one, `aten::_cudnn_attention_forward`
-with cumulative lengths, takes all sequences at once. It is used from the release on whose schema has `seqused_k`:
-earlier ones construct a graph in every call (42 ms, pytorch#191576) and size the backward's buffers by the head size
-(illegal addresses, pytorch#186142).
+There are two forms. The dense one, `aten::_scaled_dot_product_cudnn_attention`, takes sequences of equal length as a
+batch, and is what PyTorch's own context parallelism uses. It returns log-sum-exps [batch, heads, rows, 1] ([batch,
+heads, rows] before torch 2.9), and takes a row's final out and log-sum-exp in backward. The packed one,
+`aten::_cudnn_attention_forward` with cumulative lengths, takes all sequences at once. It is only used if its schema has
+`seqused_k`: earlier releases build a graph in every call (42 ms, pytorch#191576) and size the backward's buffers by the
+head size (illegal addresses, pytorch#186142).
 
-A causal mask is aligned at the first query and key here, so it takes as many queries as keys.
+Causal masks are aligned at the first query and key here, so causal calls need as many queries as keys.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.cuda import bounds_of
 from fcp_cli.runtime.layouts.layout import Segments
 
-MOST_BATCHES: Final = 8  # calls, and graphs, of one pack
-_MOST_WASTE: Final = 4  # the packed backward allocates for every sequence as much as for the longest
+MOST_BATCHES: Final = 8  # calls and graphs per pack
+_MOST_WASTE: Final = 4  # the packed backward allocates memory for each sequence as for the longest one
 
 
 class CudnnOperators(NamedTuple):
@@ -38,7 +38,7 @@ class CudnnOperators(NamedTuple):
 
 
 class _EqualSequences(NamedTuple):
-    """Neighbouring sequences of one shape: their number, and the queries and keys of each."""
+    """Consecutive sequences of one shape: their number, and the numbers of queries and keys of each."""
 
     number: int
     rows: int
@@ -46,7 +46,7 @@ class _EqualSequences(NamedTuple):
 
 
 def aten_operators() -> CudnnOperators | None:
-    """Return the operators, or None if this release lacks the dense ones."""
+    """Return PyTorch's operators, or None if this release lacks the dense ones."""
     dense, dense_backward, packed, packed_backward = (
         getattr(getattr(torch.ops.aten, name, None), "default", None)
         for name in (
@@ -62,7 +62,7 @@ def aten_operators() -> CudnnOperators | None:
 
 
 def packs_soundly(operators: CudnnOperators) -> bool:
-    """Return whether the packed form of this release keeps its graphs and sizes its buffers (see the module)."""
+    """Return whether this release's packed form caches graphs and sizes buffers correctly; see the module docstring."""
     packed: Any = operators.packed_forward
     if packed is None or operators.packed_backward is None:
         return False
@@ -70,11 +70,11 @@ def packs_soundly(operators: CudnnOperators) -> bool:
 
 
 class CudnnKernel:
-    """bf16 and fp16; head sizes by device and release. No device synchronisation.
+    """Attention in bf16 and fp16; head sizes depend on device and release. It never synchronizes with the device.
 
     Args:
-        operators: PyTorch's.
-        packs: whether packs of several lengths are one call; else each of its batches is one.
+        operators: PyTorch's operators.
+        packs: whether sequences of several lengths run as one call; else one call per batch of equal length.
     """
 
     name: KernelName = "cudnn"
@@ -83,11 +83,11 @@ class CudnnKernel:
     def __init__(self, operators: CudnnOperators, *, packs: bool = False) -> None:
         self._operators = operators
         self._packs = packs
-        self._stats_dims = 4  # of the dense form's log-sum-exps, as forward found them
-        self._packed_stats: str | None = None  # layout of the packed form's, as forward found it
+        self._stats_dims = 4  # of the dense form's log-sum-exps, as returned by forward
+        self._packed_stats: str | None = None  # layout of the packed form's log-sum-exps, as returned by forward
 
     def refusal(self, segments: Segments) -> str | None:
-        """Return why the kernel cannot take a call, or None."""
+        """Return the reason why the kernel cannot run a call, or None."""
         if segments.window is not None:
             return "no windows"
         if segments.causal and segments.q_lengths != segments.k_lengths:
@@ -131,7 +131,7 @@ class CudnnKernel:
         return all(len(lengths) * max(lengths) <= _MOST_WASTE * sum(lengths) for lengths in sides)
 
     def _dense_forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Attend in [batch, heads, rows, size]; return rows first."""
+        """Attend in [batch, heads, rows, size]; return results with rows first."""
         out, stats, *_ = self._operators.dense_forward(q, k, v, None, True, 0.0, causal, False, scale=scale)
         if tuple(stats.shape) not in (q.shape[:3], (*q.shape[:3], 1)):
             raise RunError(
@@ -149,7 +149,7 @@ class CudnnKernel:
         if self._stats_dims == 4:
             stats = stats.unsqueeze(-1)
         seed = _unused_seed(segments, q)
-        # No bias and no cumulative lengths: None means an undefined tensor, as autograd passes it.
+        # # No bias and no cumulative lengths: None is an undefined tensor, as passed by autograd.
         grads = self._operators.dense_backward(
             dout, q, k, v, out, stats, seed, seed, None, None, None, batch.rows, batch.keys, 0.0, segments.causal,
             scale=scale,
@@ -194,7 +194,7 @@ class CudnnKernel:
 
 
 def _batches(segments: Segments) -> list[_EqualSequences]:
-    """Return runs of neighbouring sequences of one shape."""
+    """Group consecutive sequences of one shape."""
     return segments.derived("batches", lambda: _make_batches(segments))
 
 
@@ -206,7 +206,9 @@ def _make_batches(segments: Segments) -> list[_EqualSequences]:
 def _cut(
     batches: list[_EqualSequences], of_rows: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]
 ) -> list[list[Tensor]]:
-    """Return, per batch, views [count, heads, length, size] of packed tensors: those of rows, then those of keys."""
+    """Return views [count, heads, length, size] of packed tensors per batch: query-side tensors first, then key-side
+    ones.
+    """
     row_sizes = [batch.number * batch.rows for batch in batches]
     key_sizes = [batch.number * batch.keys for batch in batches]
     rows = [torch.split_with_sizes(tensor, row_sizes) for tensor in of_rows]
@@ -226,7 +228,7 @@ def _batched(packed: Tensor, count: int, length: int) -> Tensor:
 
 
 def _rows_first(tensor: Tensor) -> Tensor:
-    """Turn [batch, heads, rows, size] into [batch * rows, heads, size]."""
+    """Reshape [batch, heads, rows, size] to [batch * rows, heads, size]."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
@@ -235,5 +237,5 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _unused_seed(segments: Segments, like: Tensor) -> Tensor:
-    """Return a seed that is never read, since there is no dropout; it must only exist."""
+    """Return a seed: a required argument that is never read without dropout."""
     return segments.derived(("seed", like.device), lambda: torch.zeros((), dtype=torch.int64, device=like.device))

@@ -1,4 +1,4 @@
-"""Attention as plain matrix products: for types that no fused kernel of a device takes."""
+"""Attention as plain matrix products, for data types that no fused kernel of a device supports."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fcp_cli.runtime.layouts.layout import Segments
 
 
 class DenseKernel:
-    """Any device and floating type, one sequence at a time. Memory grows with the square of the longest sequence.
+    """Attention for any device and floating type, one sequence at a time.
 
-    Meant for verification (fp32 and fp64 on an accelerator), and for soft caps, which no fused kernel of PyTorch has.
-    Train others in bf16, where the fused kernels work.
+    Memory grows with the square of the longest sequence. Meant for verification (fp32 and fp64 on accelerators), and
+    for soft caps, which no fused kernel of PyTorch supports. Train other models in bf16, with fused kernels.
 
     Args:
-        softcap: scores s become softcap * tanh(s / softcap); None: they stay.
+        softcap: maps scores s to softcap * tanh(s / softcap); None disables it.
     """
 
     packed = False
@@ -84,7 +84,7 @@ class DenseKernel:
         return dq.transpose(0, 1).to(q.dtype), _reduce(dk, k), _reduce(dv, v)
 
     def _scores(self, q: Tensor, k: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Return the scores [H, rows, keys] in the precision of lse, and their derivatives by those without a cap."""
+        """Return the scores [H, rows, keys] in the type of lse, and their derivative by uncapped scores, or None."""
         dtype, slopes = lse_dtype(q.dtype), None
         scores = (q.transpose(0, 1).to(dtype) @ _expand(k, q).transpose(1, 2).to(dtype)) * scale
         if self._softcap is not None:
@@ -92,7 +92,7 @@ class DenseKernel:
             scores, slopes = bent * self._softcap, 1 - bent.square()
         if segments.causal:
             ones = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
-            more = k.shape[0] - q.shape[0]  # keys before those of the first query
+            more = k.shape[0] - q.shape[0]  # number of keys before the first query's
             unseen = ones.triu(1 + more)
             if segments.window is not None:
                 unseen |= ones.tril(more - segments.window)
@@ -101,11 +101,11 @@ class DenseKernel:
 
 
 def _expand(kv: Tensor, q: Tensor) -> Tensor:
-    """Expand [keys, G, D] to [H, keys, D]: each key/value head serves a run of query heads."""
+    """Expand [keys, G, D] to [H, keys, D]: each key/value head serves consecutive query heads."""
     return kv.transpose(0, 1).repeat_interleave(q.shape[1] // kv.shape[1], dim=0)
 
 
 def _reduce(grad: Tensor, like: Tensor) -> Tensor:
-    """Sum [H, keys, D] over the query heads that shared a key/value head: [keys, G, D]."""
+    """Sum [H, keys, D] over the query heads that share a key/value head, to [keys, G, D]."""
     keys, kv_heads, head_dim = like.shape
     return grad.view(kv_heads, -1, keys, head_dim).sum(1).transpose(0, 1).to(like.dtype)

@@ -1,6 +1,6 @@
-"""Heads of values of another size than those of queries and keys, for kernels that want one size: zeros fill the rest.
+"""Zero-padding of heads for kernels that require equal head sizes of q, k and v.
 
-Zeros appended to queries and keys do not change the scores; zeros appended to values add output columns, which are cut.
+Zeros appended to queries and keys do not change the scores. Zeros appended to values add output columns, which are cut.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def with_equal_sizes(forward: Method) -> Method:
-    """Wrap `AttentionKernel.forward` of a kernel that wants heads of one size: pad with zeros, and cut the result."""
+    """Wrap `AttentionKernel.forward` of a kernel that requires equal head sizes: pad with zeros, and cut the result."""
 
     @wraps(forward)
     def widened(kernel: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Any:
@@ -30,7 +30,7 @@ def with_equal_sizes(forward: Method) -> Method:
 
 
 def with_equal_sizes_backward(backward: Method) -> Method:
-    """Wrap `AttentionKernel.backward` of a kernel that wants heads of one size."""
+    """Wrap `AttentionKernel.backward` of a kernel that requires equal head sizes."""
 
     @wraps(backward)
     def widened(
@@ -47,6 +47,6 @@ def with_equal_sizes_backward(backward: Method) -> Method:
 
 
 def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Fill heads [.., .., D] with zeros to the largest size among them."""
+    """Pad heads [.., .., D] with zeros to the largest size among them."""
     size = max(tensor.shape[2] for tensor in tensors)
     return tuple(functional.pad(tensor, (0, size - tensor.shape[2])) for tensor in tensors)

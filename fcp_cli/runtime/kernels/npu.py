@@ -1,8 +1,7 @@
-"""Attention on Ascend NPUs: `torch_npu.npu_fusion_attention` and its gradient, packed layout TND.
+"""Attention on Ascend NPUs: `torch_npu.npu_fusion_attention` and its gradient, in the packed layout TND.
 
-The operator answers the maximum and the sum of each row's exponentials instead of their log-sum-exp; lse = max +
-log(sum), and a backward that is given (max, sum) := (lse, 1) computes the same weights, exp(score - max) / sum =
-exp(score - lse).
+The operator returns the maximum and the sum of each row's exponentials instead of their log-sum-exp, so lse = max +
+log(sum). A backward given (max, sum) := (lse, 1) computes the same weights: exp(score - max) / sum = exp(score - lse).
 """
 
 from __future__ import annotations
@@ -19,17 +18,19 @@ from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_sizes_backward
 from fcp_cli.runtime.layouts.layout import Segments
 
-_STATS_LANES = 8  # the operator repeats each row's statistic 8 times
-_MASK_SIDE = 2048  # the compressed causal mask has this size for all lengths
-_MOST_BLOCKS = 64  # a view and a copy of each cost the host some microseconds
+_STATS_LANES = 8  # the operator repeats each row's statistics 8 times
+_MASK_SIDE = 2048  # side of the compressed causal mask, for all lengths
+_MOST_BLOCKS = 64  # each block costs the host microseconds for a view and a copy
 _NO_MASK, _CAUSAL_BOTTOM_RIGHT, _BAND = 0, 3, 4  # sparse_mode
 
 
 class NpuKernel:
-    """bf16 and fp16. No device synchronisation after the first call, which finds the order of the row statistics.
+    """Attention in bf16 and fp16.
+
+    It only synchronizes with the device at the first call, which probes the memory order of the row statistics.
 
     Args:
-        operators: has `npu_fusion_attention` and `npu_fusion_attention_grad`; torch_npu by default.
+        operators: module with `npu_fusion_attention` and `npu_fusion_attention_grad`; torch_npu by default.
     """
 
     packed = True
@@ -68,7 +69,7 @@ class NpuKernel:
     def _fusion_attention(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output [T, H, D] and the rows' maxima and sums, shaped [T, H, 8]."""
+        """Return the output [T, H, D] and the row maxima and sums [T, H, 8]."""
         out, largest, total, *_ = self._operators.npu_fusion_attention(
             q.contiguous(),
             k.contiguous(),
@@ -87,10 +88,10 @@ class NpuKernel:
         return out, largest, total
 
     def _stats_are_head_major(self, like: Tensor) -> bool:
-        """Return whether the statistics of a segment lie in memory as [H, rows, 8], against their shape.
+        """Return whether the statistics of a segment are stored as [H, rows, 8], despite their shape.
 
-        Releases differ, and a wrong guess would silently give wrong gradients, so the operator is probed once: scores
-        that encode their row and head.
+        Releases differ, and a wrong guess would silently give wrong gradients, so the operator is probed once with
+        scores that encode their row and head.
         """
         if self._head_major is None:
             self._head_major = self._probe(like)
@@ -119,13 +120,13 @@ class NpuKernel:
 
 
 def tokens_first(stats: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Turn statistics [T, H] that are stored as [H, rows] per segment into the layout of their shape.
+    """Convert statistics [T, H] that are stored as [H, rows] per segment to the layout of their shape.
 
-    Segments are copied as blocks, whose rows are contiguous; if there are too many for the host to name each, one
-    gather takes the elements.
+    Segments are copied as blocks with contiguous rows. If there are too many blocks for the host, a single gather
+    copies all elements.
     """
     heads = stats.shape[1]
-    if len(set(lengths)) <= 1:  # one copy of all
+    if len(set(lengths)) <= 1:  # a single copy of all segments
         return stats.reshape(-1, heads, lengths[0]).transpose(1, 2).reshape(stats.shape)
     if len(lengths) > _MOST_BLOCKS:
         return stats.reshape(-1).index_select(0, _element_order(lengths, heads, stats.device)[0]).view(stats.shape)
@@ -133,7 +134,7 @@ def tokens_first(stats: Tensor, lengths: tuple[int, ...]) -> Tensor:
 
 
 def heads_first(stats: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Undo `tokens_first`."""
+    """Reverse `tokens_first`."""
     heads = stats.shape[1]
     if len(set(lengths)) <= 1:
         return stats.reshape(-1, lengths[0], heads).transpose(1, 2).reshape(stats.shape)
@@ -144,10 +145,10 @@ def heads_first(stats: Tensor, lengths: tuple[int, ...]) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _element_order(lengths: tuple[int, ...], heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return [T * H] int32 the position of each element, and the element at each position.
+    """Return the position of each element and the element at each position, [T * H] int32.
 
-    Only the orders of a micro-batch or two are kept, of all of a member's rows and of its backs: at 16k tokens and 32
-    heads each takes 4 MB.
+    The cache only covers a micro-batch or two (orders of all rows of a member and of its backs): at 16k tokens and 32
+    heads each order takes 4 MB.
     """
     sizes = [length * heads for length in lengths]
     memory = torch.split_with_sizes(torch.arange(sum(sizes)), sizes)
@@ -160,9 +161,9 @@ def _mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any
 
 
 def _make_mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
-    """Make the operator's keyword arguments; lengths are cumulative host integers without the leading 0."""
+    """Return the operator's keyword arguments; lengths are cumulative host integers without the leading 0."""
     mode = (_BAND if segments.window else _CAUSAL_BOTTOM_RIGHT) if segments.causal else _NO_MASK
-    # A band counts keys from the last of a segment, and takes the same compressed mask.
+    # # A band is aligned with a segment's last key, and uses the same compressed mask.
     band = {} if segments.window is None else {"pre_tockens": segments.window - 1, "next_tockens": 0}
     return {
         "atten_mask": _causal_mask(device) if segments.causal else None,

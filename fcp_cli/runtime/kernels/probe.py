@@ -1,7 +1,7 @@
-"""A kernel's test call: small packs, forward and backward, against plain matrix products.
+"""Test calls of a kernel: small packs, forward and backward, compared with plain matrix products.
 
-The backward gets another out and log-sum-exp than forward returned, as a ring's backward does: the final ones of the
-row. A kernel that ignores them, or computes its own, fails.
+As in a ring's backward, the backward gets the final out and log-sum-exp of a row, which differ from those that forward
+returned. A kernel that ignores them, or recomputes its own, fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fcp_cli.runtime.layouts.layout import Segments
 
 _BOUND: Final = 2e-2  # relative L2 error of 16-bit results and gradients
 _LSE_BOUND: Final = 1e-3
-_LSE_SHIFT: Final = 0.25
+_LSE_SHIFT: Final = 0.25  # makes the final lse and out differ from those of forward
 _OUT_FACTOR: Final = 0.5
 
 PACKS: Final = (
@@ -31,7 +31,7 @@ PACKS: Final = (
 
 
 class Signature(NamedTuple):
-    """Query heads, key/value heads, their size and that of values, and the type."""
+    """Query heads, key/value heads, head sizes of queries and of values, and data type."""
 
     heads: int
     kv_heads: int
@@ -48,7 +48,7 @@ def signature_of(q: Tensor, k: Tensor, v: Tensor) -> Signature:
 
 
 def failure(kernel: NamedKernel, signature: Signature, device: torch.device) -> str | None:
-    """Run the test calls that the kernel does not refuse, and wait; return why it cannot be used, or None."""
+    """Run the test calls that the kernel supports, synchronously; return the reason to reject it, or None."""
     for segments in PACKS:
         fresh = Segments(segments.q_lengths, segments.k_lengths, segments.causal)
         if kernel.refusal(fresh) is not None:
@@ -65,7 +65,7 @@ def failure(kernel: NamedKernel, signature: Signature, device: torch.device) -> 
 
 
 def unusable(name: KernelName, signature: Signature, device: torch.device) -> str | None:
-    """Return why a kernel cannot run here, or why all its forms fail their test calls, or None."""
+    """Return the reason why a kernel cannot run here or all its variants fail their test calls, or None."""
     reason = unavailability(name)
     if reason is not None or name == "fa2":
         return reason
@@ -77,18 +77,18 @@ def unusable(name: KernelName, signature: Signature, device: torch.device) -> st
 
 
 def is_of_the_device(error: Exception) -> bool:
-    """Return whether memory or the device failed, after which no other kernel can take the call."""
+    """Return whether an error is of memory or the device, after which no other kernel can run the call either."""
     broken = isinstance(error, (torch.OutOfMemoryError, *_accelerator_errors()))
     return broken or any(text in str(error) for text in ("CUDA error", "out of memory"))
 
 
 def _accelerator_errors() -> tuple[type[Exception], ...]:
-    found = getattr(torch, "AcceleratorError", None)  # from torch 2.8 on
+    found = getattr(torch, "AcceleratorError", None)  # since torch 2.8
     return () if found is None else (found,)
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first line of an error, as it ends a message."""
+    """Return the first line of an error, for the end of a message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0][:200]
 
@@ -118,6 +118,6 @@ def _error(kernel: NamedKernel, signature: Signature, segments: Segments, device
     )
     for name, found, expected in results:
         error = float((found.double() - expected).norm() / expected.norm())
-        if not error <= (_LSE_BOUND if found is lse else _BOUND):  # a NaN is no smaller
+        if not error <= (_LSE_BOUND if found is lse else _BOUND):  # also true for NaN
             return f"its {name} is off by {error:.1e} in a test call"
     return None

@@ -1,4 +1,4 @@
-"""The choice of the attention kernel, by device and type."""
+"""Selection of the attention kernel by device and data type."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FLOATING = (*_HALF, torch.float32, torch.float64)
 
 @lru_cache(maxsize=32)
 def capped_kernel(device_type: str, dtype: torch.dtype, softcap: float) -> AttentionKernel:
-    """Return the kernel for tensors whose scores have a soft cap: plain matrix products."""
+    """Return the kernel for soft-capped scores: plain matrix products."""
     if softcap <= 0:
         raise RunError(f"attention was given softcap={softcap}; scores are capped at a number above 0")
     if device_type != "cpu" and dtype in _HALF:
@@ -53,24 +53,24 @@ def select_kernel(device_type: str, dtype: torch.dtype) -> AttentionKernel:
     raise RunError(f"no attention kernel for device {device_type!r}: tensors must be on cpu, cuda or npu")
 
 
-_preferences: list[Preference] = []  # of this process, the present one last
+_preferences: list[Preference] = []  # the last one is in force
 
 
 def _cuda_kernel() -> AttentionKernel:
-    """Return the kernels of this device, behind one interface; without a device, as on a build host, PyTorch's own."""
+    """Return the kernel that dispatches over this device's kernels; without a device (a build host), PyTorch's own."""
     preference = _preferences[-1] if _preferences else Preference(asked=asked_kernel(os.environ.get(VARIABLE)))
     return ChosenKernel(preference) if torch.cuda.is_available() else CudaFlashKernel()
 
 
 def prefer(preference: Preference) -> None:
-    """Let CUDA kernels of this process be chosen by `preference` from now on."""
+    """Choose CUDA kernels of this process by `preference` from now on."""
     _preferences[:] = [preference]
     select_kernel.cache_clear()
 
 
 @contextmanager
 def preferring(preference: Preference) -> Iterator[None]:
-    """Let CUDA kernels be chosen by `preference` within a block."""
+    """Choose CUDA kernels by `preference` within the block."""
     before = list(_preferences)
     prefer(preference)
     try:
