@@ -1,5 +1,5 @@
-"""Make a training script that knows nothing of plans follow one: start it, and hook frameworks as it imports them.
+"""Make an unmodified training script follow a plan: start it, and hook frameworks as it imports them.
 
-Nothing in here imports torch or a framework: they must be imported by the script, after its own settings, and only then
-be hooked.
+Nothing in here imports torch or a framework: the script must import them, after its own settings, and only then can
+they be hooked.
 """

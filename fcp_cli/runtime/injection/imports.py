@@ -1,4 +1,4 @@
-"""Call a function right after a module was imported, by anyone and at any time, without importing it first."""
+"""Call a function right after a module is imported, by anyone at any time, without importing it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Hook = Callable[[ModuleType], None]
 
 
 def after_import(hooks: Mapping[str, Hook]) -> None:
-    """Call each hook with its module once the module's own code has run, before its importer sees it.
+    """Call each hook with its module once the module's code has run, before its importer gets it.
 
-    So `from module import name` already gives the hook's value. A module that was imported before is
-    hooked now.
+    `from module import name` therefore already returns the hook's value. Modules that are already imported are hooked
+    immediately.
     """
     waiting = dict(hooks)
     for name in hooks:
@@ -27,7 +27,7 @@ def after_import(hooks: Mapping[str, Hook]) -> None:
 
 
 class _HookingFinder(MetaPathFinder):
-    """A finder that lets the others find a module, and wraps its loader."""
+    """Finder that delegates to the other finders and wraps the loader they return."""
 
     def __init__(self, waiting: dict[str, Hook]) -> None:
         self._waiting = waiting
@@ -42,14 +42,15 @@ class _HookingFinder(MetaPathFinder):
             spec: ModuleSpec | None = find(fullname, path, target) if finder is not self and find else None
             if spec is not None:
                 if spec.loader is not None:
-                    # It stays: libraries look for modules that they may use, and import them later or never.
+                    # # The hook stays registered: libraries search for optional modules, and import them later or
+                    # never.
                     spec.loader = _HookingLoader(spec.loader, self._waiting[fullname])
                 return spec
         return None
 
 
 class _HookingLoader(Loader):
-    """A loader that loads as the wrapped one does and then calls the hook; the module keeps only the wrapped one."""
+    """Loader that calls the hook after the wrapped loader; the module itself only sees the wrapped one."""
 
     def __init__(self, wrapped: Loader, hook: Hook) -> None:
         self._wrapped = wrapped

@@ -1,4 +1,6 @@
-"""Prepare a process for a script under a plan: its rank, the hooks on frameworks, and the watch over both."""
+"""Prepare a process for a script under a plan: its rank variables, the hooks on frameworks, and the check on
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ PLAN_VARIABLE = "FCP_PLAN"
 
 
 def install(environment: MutableMapping[str, str]) -> None:
-    """Make this process one rank of a job under a plan; nothing is imported yet.
+    """Make this process a rank of a job under a plan. Call it before any framework is imported.
 
     Args:
-        environment: the environment of this process; gets torch's variables if msrun started it.
+        environment: environment of this process; torch's variables are added if msrun started it.
     """
     if not environment.get(PLAN_VARIABLE):
         raise UsageError(f"{PLAN_VARIABLE} names no plan; set it, or start the script with 'fcp launch --plan PLAN'")
@@ -42,7 +44,7 @@ def install(environment: MutableMapping[str, str]) -> None:
 
 
 def install_beside_ranks() -> None:
-    """Stop this process of a job under a plan, which no launcher has made a rank, if it trains all the same."""
+    """Make this process raise if it trains: it belongs to a job under a plan but is not a rank."""
     after_import({"torch.optim.optimizer": _refuse_to_train})
 
 
@@ -65,9 +67,9 @@ def _refuse_to_train(optimizer: ModuleType) -> None:
 
 
 def _write_whole_lines() -> None:
-    """Make every line leave this process in one piece: ranks share a terminal.
+    """Buffer output by lines, since ranks share a terminal.
 
-    Launchers start ranks by `python -u`, with which `print` hands on each of its arguments by itself.
+    Launchers run `python -u`, with which `print` writes each argument separately.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -75,15 +77,15 @@ def _write_whole_lines() -> None:
 
 
 def _watch_optimizers(optimizer: ModuleType) -> None:
-    """Make sure, before an optimizer step of the process, that its gradients came from the plan.
+    """Verify before each optimizer step that gradients came from the plan.
 
-    The hook stays: PyTorch iterates over the hooks as it calls them, so none can remove itself if there are others.
+    The hook is never removed: PyTorch iterates over its hooks while calling them, so none may remove itself.
     """
     optimizer.register_optimizer_step_pre_hook(lambda *_: require_followed())
 
 
 def _leave_at_exit(distributed: ModuleType) -> None:
-    """Destroy the process group at exit, which many scripts forget, and write the metrics before it is destroyed."""
+    """Destroy the process group at exit, since many scripts forget it; write the metrics before it is destroyed."""
     destroy = distributed.destroy_process_group
 
     @wraps(destroy)
@@ -92,13 +94,13 @@ def _leave_at_exit(distributed: ModuleType) -> None:
             recorder.close_all()
         destroy(group)
 
-    for module in (distributed, sys.modules.get("torch.distributed")):  # whose names others may have imported before
+    for module in (distributed, sys.modules.get("torch.distributed")):  # others may have imported names from it already
         if getattr(module, "destroy_process_group", None) is destroy:
             module.destroy_process_group = destroy_process_group  # type: ignore[union-attr]
 
     def leave() -> None:
         if not hasattr(sys.modules.get("torch"), "distributed"):
-            return  # stopped within the import of torch, which cannot be imported again
+            return  # aborted during the import of torch, which cannot be imported again
         from fcp_cli.runtime.communication.world import leave_process_group
 
         leave_process_group()
@@ -107,7 +109,7 @@ def _leave_at_exit(distributed: ModuleType) -> None:
 
 
 def require_followed() -> None:
-    """Raise RunError if the script trains but nothing that it does follows the plan."""
+    """Raise RunError if the script trains but does not follow the plan."""
     from fcp_cli.plan.metadata.job_facts import PLANNED_BY_ITSELF, has_no_plan
 
     if not is_followed():
@@ -124,10 +126,10 @@ def require_followed() -> None:
 
 
 def _one_line_errors(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """Print fcp's own errors as one line, since they name their remedy, and others with their traceback."""
+    """Print fcp's own errors as one line, since they name the fix, and others with their traceback."""
     record_error(error)
     if isinstance(error, KeyboardInterrupt):
-        return  # the process that stopped the job knows why
+        return  # the process that interrupted the job reports it
     if isinstance(error, FcpError):
         print(f"error: {error}", file=sys.stderr)
     else:

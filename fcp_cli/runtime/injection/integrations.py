@@ -1,7 +1,7 @@
-"""The one door from the core to integrations: functions by name, imported on first use.
+"""The only access of the core to integrations: functions by name, imported on first use.
 
-Nothing in the core imports `fcp_cli.integrations` (`tests/app/test_structure.py`); it asks here. Other packages hook
-further modules by entry points of the group `fcp.integrations`.
+Nothing in the core imports `fcp_cli.integrations` (`tests/app/test_structure.py`). Other packages hook further modules
+through entry points in the group `fcp.integrations`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOOKS: Mapping[str, str] = {
     "megatron.core.utils": f"{_INTEGRATIONS}.megatron.data.batches:hook_batches",
     "megatron.training.utils": f"{_INTEGRATIONS}.megatron.data.batches:hook_batches",
     "megatron.bridge.data.batch_utils": f"{_INTEGRATIONS}.megatron.data.bridge:hook_splitting",
-    "megatron.bridge.data.finetuning": f"{_INTEGRATIONS}.megatron.data.bridge:hook_splitting",  # to 0.5
+    "megatron.bridge.data.finetuning": f"{_INTEGRATIONS}.megatron.data.bridge:hook_splitting",  # up to 0.5
     "megatron.bridge.data.loaders": f"{_INTEGRATIONS}.megatron.data.bridge:hook_cycling",
     "transformers.trainer": f"{_INTEGRATIONS}.hugging_face.trainer_hooks:hook_trainer",
     "accelerate.accelerator": f"{_INTEGRATIONS}.hugging_face.accelerate.hooks:hook_accelerator",
@@ -46,14 +46,14 @@ REGISTRY = Registry("fcp.integrations", "integration", "module", tuple(HOOKS))
 
 
 class Hook(Protocol):
-    """Makes a framework follow the plan."""
+    """Callable that makes a framework follow the plan."""
 
     def __call__(self, module: ModuleType, /) -> None:
-        """Change the module right after its own code has run, before its importer sees it."""
+        """Patch the module right after its code has run, before its importer gets it."""
 
 
 def hooks() -> dict[str, Hook]:
-    """Return the hook of each module of a framework; none is imported before its module is."""
+    """Return the hook of each framework module; a hook is imported with its module."""
     return {name: partial(_hook, name) for name in REGISTRY.names()}
 
 
@@ -72,7 +72,7 @@ def _hook(name: str, module: ModuleType) -> None:
 
 
 class ModelPreparation(Protocol):
-    """Models of a library on the rings of a plan."""
+    """Integration of a model library with the rings of a plan."""
 
     def prepare(self, model: Any) -> None:
         """Run the model's attention on the ring of the current micro-batch."""
@@ -81,15 +81,15 @@ class ModelPreparation(Protocol):
         """Recompute the activations of each layer in backward."""
 
     def weights_to_come(self) -> AbstractContextManager[None]:
-        """Return the context in which models are prepared before their weights are read."""
+        """Return a context manager to prepare models in before their weights are loaded."""
 
 
 def transformers_models() -> ModelPreparation:
-    """Return the integration of transformers, whose models the bundled trainer trains and `fcp profile` times."""
+    """Return the integration of transformers, for models of the bundled trainer and `fcp profile`."""
     return cast(ModelPreparation, import_module(f"{_INTEGRATIONS}.transformers"))
 
 
 def resolve(target: str) -> Any:
-    """Import and return the object that `module:attribute` names."""
+    """Import and return the object named `module:attribute`."""
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)

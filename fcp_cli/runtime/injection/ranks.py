@@ -1,4 +1,4 @@
-"""Translate msrun's variables into torch's, so that a process that msrun started knows its rank."""
+"""Translate msrun's environment variables to torch's, so that a process started by msrun knows its rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fcp_cli.errors import RunError
 
 _ROLE = "MS_ROLE"
 _SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
-# torch's variable -> msrun's, as msrun of MindSpore 2.10 sets them for its workers.
+# # torch's variable -> msrun's, as set for workers by MindSpore 2.10.
 _MSRUN = {
     "RANK": "MS_NODE_ID",
     "WORLD_SIZE": "MS_WORKER_NUM",
@@ -19,17 +19,17 @@ _MSRUN = {
 
 
 def is_scheduler(environment: Mapping[str, str]) -> bool:
-    """Return whether this is msrun's scheduler: one more process with the command of the ranks, which joins them.
+    """Return whether this is msrun's scheduler: an extra process with the ranks' command that coordinates their start.
 
-    torch needs none: it must end at once, with status 0.
+    torch needs none, so it must exit immediately with status 0.
     """
     return environment.get(_ROLE) == _SCHEDULER
 
 
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that torch.distributed needs in a worker of msrun; none for any other process.
+    """Return torch.distributed's variables for a worker of msrun; empty for any other process.
 
-    The rendezvous of ranks uses the port after the scheduler's, which is taken.
+    The rendezvous uses the port after the scheduler's, which is taken.
     """
     if environment.get(_ROLE) != _WORKER:
         return {}

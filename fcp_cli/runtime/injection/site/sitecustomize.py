@@ -1,7 +1,8 @@
 """Prepare the ranks of a job under a plan, in every Python that starts with this folder on PYTHONPATH.
 
-For jobs whose own shell script starts the ranks (`fcp launch --inject env`). A process of such a job that is no rank is
-only kept from training, and one without a plan is not touched. A sitecustomize of the site itself is run too.
+For jobs whose own shell script starts the ranks (`fcp launch --inject env`). Processes of such a job that are not ranks
+are only kept from training, and Python without a plan is not affected. A sitecustomize of the site itself runs
+afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 
 def _prepare_rank() -> None:
-    # Python continues without a sitecustomize that fails, and the script would train without the plan: so end here.
+    # # Python ignores a failing sitecustomize, and the script would train without the plan: exit instead.
     try:
         from fcp_cli.errors import FcpError
         from fcp_cli.runtime.injection.install import install
@@ -31,7 +32,7 @@ def _prepare_rank() -> None:
 
 
 def _keep_from_training() -> None:
-    # A Python without fcp runs helpers of the job's script, not its training, which would fail without ranks.
+    # # A Python without fcp runs the job script's helpers, not its training, and must not fail.
     with suppress(ImportError):
         from fcp_cli.runtime.injection.install import install_beside_ranks
 
@@ -44,7 +45,7 @@ def _end(message: str, status: int) -> None:
 
 
 def _run_site_own() -> None:
-    """Run the next sitecustomize on the path, which this one hides."""
+    """Run the next sitecustomize on the path, which this one shadows."""
     here = str(Path(__file__).resolve().parent)
     others = [entry for entry in sys.path if str(Path(entry or ".").resolve()) != here]
     spec = PathFinder.find_spec("sitecustomize", others)
