@@ -97,7 +97,7 @@ def _check_size(
     launched: int, path: Path, metadata: PlanMetadata, tensor_parallel: int, pipeline_parallel: int
 ) -> None:
     planned = (metadata.tensor_parallel, metadata.pipeline_parallel)
-    # # A plan made without parallel sizes fits any.
+    # A plan made without parallel sizes fits any.
     if planned not in ((1, 1), (tensor_parallel, pipeline_parallel)):
         raise RunError(
             f"the plan {path} has tensor parallel {metadata.tensor_parallel} and pipeline parallel "

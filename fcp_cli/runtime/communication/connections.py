@@ -36,7 +36,7 @@ _REPORT_SECONDS = 10.0
 
 Hop = tuple[int, int]
 
-# # Connections of layers that look back: both directions of rings, or also those between tokens before a head exchange.
+# Connections of layers that look back: both directions of rings, or also those between tokens before a head exchange.
 HaloPattern = Literal["no", "rings", "whole heads"]
 _HALO_PATTERNS: Final[tuple[HaloPattern, ...]] = "no", "rings", "whole heads"
 _expected: set[HaloPattern] = set()
@@ -51,7 +51,7 @@ def agree_on_halo_pattern(world: World) -> HaloPattern:
     """Return the widest halo pattern that any rank's model declared. Every rank calls it."""
     told = torch.tensor([how in _expected for how in _HALO_PATTERNS], dtype=torch.int64, device="cpu")
     world.start_sum(told).wait()
-    # # The last first, since each pattern includes the connections of those before it.
+    # The last first, since each pattern includes the connections of those before it.
     return next((how for how, ranks in zip(_HALO_PATTERNS[:0:-1], told.tolist()[:0:-1], strict=True) if ranks), "no")
 
 
@@ -106,7 +106,7 @@ def rounds_of(hops: Iterable[Hop]) -> Mapping[Hop, int]:
     rounds: dict[Hop, int] = {}
     for pair in sorted({(min(hop), max(hop)) for hop in hops}):
         taken = busy.setdefault(pair[0], set()) | busy.setdefault(pair[1], set())
-        # # One candidate more than taken rounds, so at least one is free.
+        # One candidate more than taken rounds, so at least one is free.
         rounds[pair] = next(number for number in range(len(taken) + 1) if number not in taken)
         for rank in pair:
             busy[rank].add(rounds[pair])
@@ -178,7 +178,7 @@ class Connections:
                 reported = time.monotonic()
                 report(f"connecting ranks: {done + 1} of {len(contacts)} peers of rank {self._rank}")
         if self._device.type != "cpu":
-            # # On a device `wait` only enqueues: connections are open once the device has finished.
+            # On a device `wait` only enqueues: connections are open once the device has finished.
             torch.get_device_module(self._device).synchronize(self._device)
         if report is not None:
             pairs = counted(len({frozenset(hop) for hop in new}), "pair")

@@ -70,7 +70,7 @@ def _wait_for_end(process: ProcessIdentity) -> None:
         return
     ended = select.poll()
     ended.register(handle, select.POLLIN)
-    # # Also check the process: its pid may have been reused before the handle was opened, which then never polls as
+    # Also check the process: its pid may have been reused before the handle was opened, which then never polls as
     # ended.
     while process.is_running() and not ended.poll():
         pass

@@ -63,7 +63,7 @@ class UlyssesExchange:
         """
         size, own = self._size, self._tokens[self._place]
         sizes = [tensor.shape[2] for tensor in tensors]
-        # # One message for all tensors: a row holds one member's heads of each tensor, side by side.
+        # One message for all tensors: a row holds one member's heads of each tensor, side by side.
         columns = self._columns([tensor.shape[1] for tensor in tensors], sizes)
         sent = tensors[0].new_empty(size, own, columns[-1].stop)
         received = sent.new_empty(sum(self._tokens), columns[-1].stop)
@@ -88,7 +88,7 @@ class UlyssesExchange:
         sizes = [tensor.shape[2] for tensor in tensors]
         rows = [tensor.flatten(1) for tensor in tensors]
         sent = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
-        # # Free the caller's tensors before the results are allocated.
+        # Free the caller's tensors before the results are allocated.
         del tensors, rows
         received = sent.new_empty(size, own, sent.shape[1])
         received[self._place].copy_(sent[self._rows[self._place]])
@@ -159,7 +159,7 @@ def _spread(tensor: Tensor, parts: Tensor) -> None:
 def _gather(parts: Tensor, heads: int) -> Tensor:
     """Return [T, heads, D] from the heads of each member, [u, T, max(1, heads / u), D]; replicas are summed."""
     size, tokens, _, head_dim = parts.shape
-    # # A new tensor, since other results are views of the received one.
+    # A new tensor, since other results are views of the received one.
     gathered = parts.new_empty(tokens, heads, head_dim)
     if heads >= size:
         gathered.view(tokens, size, heads // size, head_dim).copy_(parts.transpose(0, 1))

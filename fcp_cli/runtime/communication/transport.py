@@ -93,7 +93,7 @@ class GroupChannel:
         In round j every member sends to the j-th after it and receives from the j-th before it: at most one send and
         one receive per batch, in the same order on all members.
         """
-        # # Issue all rounds before waiting: each has its own tensors, so none depends on another.
+        # Issue all rounds before waiting: each has its own tensors, so none depends on another.
         under_way = []
         for distance in range(1, len(self.ranks)):
             to, source = ((self.index + step) % len(self.ranks) for step in (distance, -distance))
@@ -125,7 +125,7 @@ class ProcessTransport:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
-        # # gloo only sends host memory.
+        # gloo only sends host memory.
         self._staged = device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(group)
 
     @classmethod
@@ -137,7 +137,7 @@ class ProcessTransport:
         """
         ranks = list(range(dist.get_world_size()))
         with warnings.catch_warnings():
-            # # torch warns that the options' own timeout overrides the group's.
+            # torch warns that the options' own timeout overrides the group's.
             warnings.filterwarnings("ignore", message=".*_timeout was specified")
             group = dist.new_group(
                 ranks, group_desc="rings", timeout=rank_timeout(), pg_options=_priority_options(device)
@@ -210,7 +210,7 @@ class _StagedHop:
     ) -> None:
         self._receive = receive
         self._sent = None if send is None else _pinned_like(send).copy_(send)  # blocks until the copy is complete
-        # # Both tensors must stay alive until the hop ends, since gloo reads and writes them.
+        # Both tensors must stay alive until the hop ends, since gloo reads and writes them.
         self._received = None if receive is None else _pinned_like(receive)
         self._works = _batch(group, self._sent, to, self._received, source)
 

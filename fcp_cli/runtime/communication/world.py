@@ -17,9 +17,9 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
 from fcp_cli.runtime.communication.node_0_store import await_store
 
-# # Timeout of collectives in seconds; set by `fcp launch --rank-timeout`.
+# Timeout of collectives in seconds; set by `fcp launch --rank-timeout`.
 _TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"
-# # Rendezvous timeout of msrun's ranks in seconds; msrun sets it for them.
+# Rendezvous timeout of msrun's ranks in seconds; msrun sets it for them.
 _MSRUN_SECONDS = "MS_TOPO_TIMEOUT"
 
 
@@ -103,7 +103,7 @@ def gather_rows(world: World, own: Tensor, device: torch.device | None = None) -
     begin = sum(counts[: world.rank])
     told = torch.zeros((sum(counts), *own.shape[1:]), dtype=own.dtype, device="cpu" if device is None else device)
     told[begin : begin + len(own)] = own
-    # # The condition is the same on all ranks, so none hangs.
+    # The condition is the same on all ranks, so none hangs.
     if len(told):
         _sum(world, told, device)
     return list(torch.split(told, counts))
@@ -117,7 +117,7 @@ def gather_words(world: World, own: Sequence[int], device: torch.device | None =
         own: this rank's numbers; with a device, they must fit int32, which every back end supports.
         device: device of the collectives, or None for host tensors.
     """
-    # # An explicit device, since the script may have set a default device.
+    # An explicit device, since the script may have set a default device.
     dtype, place = (torch.int64, torch.device("cpu")) if device is None else (torch.int32, device)
     told = torch.zeros((world.size, len(own)), dtype=dtype, device=place)
     told[world.rank] = torch.tensor(own, dtype=dtype, device=place)
@@ -189,11 +189,11 @@ def join_process_group(device: torch.device) -> bool:
     if dist.is_initialized():
         return False
     if device.type != "cpu":
-        # # Before the group is created: NCCL and HCCL communicators are bound to the current device.
+        # Before the group is created: NCCL and HCCL communicators are bound to the current device.
         torch.get_device_module(device).set_device(device)
-    # # Always include gloo, for messages from host memory.
+    # Always include gloo, for messages from host memory.
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device.type]
-    # # With device_id, NCCL creates the communicator eagerly, and barriers know their device.
+    # With device_id, NCCL creates the communicator eagerly, and barriers know their device.
     bound = device if device.type == "cuda" and device.index is not None else None
     given: dict[str, Any] = {"timeout": rank_timeout(), "device_id": bound}
     if "RANK" in os.environ and _MSRUN_SECONDS in os.environ:

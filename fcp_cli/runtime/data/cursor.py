@@ -47,7 +47,7 @@ class RankStep:
 
 def orders_of_rank(plan: StepPlan, rank: int) -> IntArray:
     """Return the indices of the micro-batches that include a rank, in the step's order."""
-    # # `ranks` concatenates all rows: an entry belongs to the last row that starts at or before it.
+    # `ranks` concatenates all rows: an entry belongs to the last row that starts at or before it.
     orders: IntArray = np.searchsorted(plan.rank_offsets, np.flatnonzero(plan.ranks == rank), side="right") - 1
     return orders
 

@@ -144,7 +144,7 @@ def begin_shard(
     masks = [sequence.mask for sequence in sequences for _ in sequence.lengths]
     layout = shard_layout(lengths, row.degree, row.heads_degree, tuple(masks))
     place = partial(Shard, row=row, member=member, layout=layout, digest=_digest(row, member, sequences))
-    # # Joined sequences have no images.
+    # Joined sequences have no images.
     own = VisualPack(
         parts=[sequence.parts for sequence in sequences for _ in sequence.lengths],
         rows=[at for at, sequence in zip(row.sequences, sequences, strict=True) for _ in sequence.lengths],
@@ -187,7 +187,7 @@ def _tokens_of_shard(
         input_ids=torch.cat([sequence.tokens for sequence in sequences])[index].unsqueeze(0),
         position_ids=_position_ids(sequences, layout, member, index),
         labels=labels,
-        # # Computed in the loader's thread: on the device, their number would have to be waited for.
+        # Computed in the loader's thread: on the device, their number would have to be waited for.
         labelled=labelled_rows(labels),
         pack_labels=pack_labels if len(layout.lengths) > len(sequences) else None,
     )

@@ -87,7 +87,7 @@ def _raise(error: Exception) -> LoadedStep[ShardT]:
 def _finish_step(step: RankStep, begun: Sequence[Callable[[], ShardT]], device: torch.device) -> LoadedStep[ShardT]:
     loaded = LoadedStep(plan=step, shards=tuple(finish() for finish in begun))
     for shard in loaded.shards:
-        # # Computed in the loader's thread, so that the first layer's attention does not wait for it.
+        # Computed in the loader's thread, so that the first layer's attention does not wait for it.
         ring, place = shard.layout.ring, shard.member // shard.layout.heads_degree
         for source in range(ring.degree):
             ring.hops(place, source, packed=device.type != "cpu")

@@ -75,7 +75,7 @@ class EngineSync(GradientSync):
         self.loss_factor = _divisor(engine)
         if not self._has_begun:
             self._begin()
-        # # Call the class's method: `_begin` shadows it on the instance, so that the script cannot move the boundary.
+        # Call the class's method: `_begin` shadows it on the instance, so that the script cannot move the boundary.
         type(engine).set_gradient_accumulation_boundary(engine, self._reduces_waves and is_last)
         self._asked_step = None  # only a call after the last micro-batch counts
 
@@ -95,7 +95,7 @@ class EngineSync(GradientSync):
         self._leave_engine()
         self._reduced_at = self._engine.global_steps
         self._held_back.close()
-        # # The boundary stays set: `engine.step()` checks it, in `finish` or in the script.
+        # The boundary stays set: `engine.step()` checks it, in `finish` or in the script.
         self._engine.set_gradient_accumulation_boundary(True)
 
     def drop(self) -> None:
@@ -129,7 +129,7 @@ def _without_reductions(engine: Any) -> Iterator[None]:
         with engine.coalesce_grad_reduction():
             yield
         return
-    # # Stage 0, and stage 1 in bf16 with fp32 gradients, have an older optimizer without `_coalesce_grad_reduction`.
+    # Stage 0, and stage 1 in bf16 with fp32 gradients, have an older optimizer without `_coalesce_grad_reduction`.
     with engine.no_sync():
         yield
     engine.set_gradient_accumulation_boundary(True)
@@ -141,7 +141,7 @@ def _without_flush(engine: Any) -> Iterator[None]:
     """Disable an engine's reductions within the block."""
     names = [name for name in dir(type(engine)) if name.startswith("_flush_coalesced_reduction")]
     names.append("allreduce_gradients")
-    # # Instance attributes shadow the methods of the class until they are popped.
+    # Instance attributes shadow the methods of the class until they are popped.
     vars(engine).update(dict.fromkeys(names, lambda *_: None))
     try:
         yield

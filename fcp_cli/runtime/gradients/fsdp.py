@@ -147,7 +147,7 @@ class FsdpStepSync(_FsdpSync):
         """Run FSDP2's final backward callback for all layers: reduce-scatter, and free the weights."""
         super().reduce()
         self._set(True)
-        # # Private, but the only way: through its public API FSDP2 reduces inside a backward, of which ranks run
+        # Private, but the only way: through its public API FSDP2 reduces inside a backward, of which ranks run
         # different numbers.
         self._model._get_fsdp_state()._root_post_backward_final_callback()
         self._is_gathered = False
@@ -183,7 +183,7 @@ def _gradient_divisor(name: str, group: Any, world: World) -> float:
             f"FSDP2 gives the gradients of {name} to an all-reduce hook of the script; under a plan gradients are "
             "summed over all ranks: remove set_all_reduce_hook"
         )
-    # # Before torch 2.8 a factor is wrapped in an NCCL reduce op, from which it cannot be read.
+    # Before torch 2.8 a factor is wrapped in an NCCL reduce op, from which it cannot be read.
     opaque = getattr(group, "reduce_scatter_reduce_op", None) is not None
     if opaque or not (hasattr(group, "gradient_divide_factor") or hasattr(group, "reduce_scatter_reduce_op")):
         raise RunError(
@@ -223,7 +223,7 @@ def _layer_that_gathers_again(model: nn.Module) -> str | None:
     """Return the name of the first FSDP2 layer that frees its weights after forward, or None."""
     root: Any = model
     for name, group in _param_groups(model):
-        # # The root keeps its weights by default, but only records so at its first forward.
+        # The root keeps its weights by default, but only records so at its first forward.
         undecided = name == "the model" and getattr(root._get_fsdp_state(), "_auto_reshard_after_forward", True)
         if group.post_forward_mesh_info is not None and not undecided:
             return name

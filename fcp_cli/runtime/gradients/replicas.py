@@ -56,13 +56,13 @@ class PlainSync(GradientSync):
         """
         present = [parameter.grad is not None for parameter in parameters]
         pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
-        # # In the gradients' data type, so that one message carries both: a count of ranks may round, but never to
+        # In the gradients' data type, so that one message carries both: a count of ranks may round, but never to
         # zero.
         flags = torch.tensor(present, dtype=pieces[0].dtype).to(pieces[0].device, non_blocking=True)
         flat = torch.cat([*pieces, flags])
         self._world.all_reduce_sum(flat)
         *sums, counts = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
-        # # Reading the flags waits for the device, so only ranks that lack a gradient do.
+        # Reading the flags waits for the device, so only ranks that lack a gradient do.
         anywhere = present if all(present) else (counts > 0).tolist()
         for parameter, total, wanted in zip(parameters, sums, anywhere, strict=True):
             if parameter.grad is not None:
@@ -111,7 +111,7 @@ def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
         if not parameter.requires_grad:
             continue
         kind = (parameter.dtype, parameter.device)
-        # # Parameters are not split: the last one of a bucket may exceed its size.
+        # Parameters are not split: the last one of a bucket may exceed its size.
         if bucket and (held_bytes >= _BUCKET_BYTES or kind != (bucket[0].dtype, bucket[0].device)):
             yield bucket
             bucket, held_bytes = [], 0

@@ -48,7 +48,7 @@ class LossWatch:
         if loss_sum.device.type == "cpu":
             _require_finite(place, rows, loss_sum)
             return
-        # # Pinned, or the copy would block the host.
+        # Pinned, or the copy would block the host.
         value = torch.empty_like(loss_sum, device="cpu", pin_memory=loss_sum.device.type == "cuda")
         value.copy_(loss_sum, non_blocking=True)
         self._under_way.append(_Copy(place, rows, value, self._clock.mark()))

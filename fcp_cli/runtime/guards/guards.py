@@ -81,7 +81,7 @@ class Guards:
     def note_backwards(self, rings: Iterable[Ring]) -> None:
         """Record the backwards of a finished step, since a loop may defer them to its end."""
         if self._passes is not None:
-            # # Later steps are compared with the counts of this one, without messages.
+            # Later steps are compared with the counts of this one, without messages.
             self._passes.end_step()
             self._passes = None
         self._most_backwards = max(self._most_backwards, *(ring.context.backward_calls for ring in rings))

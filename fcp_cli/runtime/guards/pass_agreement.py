@@ -42,7 +42,7 @@ class PassAgreement:
             kind: `forward`, `backward` or `recomputed forward`.
             number: number of the pass among those of its kind on this ring.
         """
-        # # Orders count from 1, so that zeros mean no announcement.
+        # Orders count from 1, so that zeros mean no announcement.
         mine = (self._orders[ring] + 1, _KINDS.index(kind), number)
         before = ring.ranks[ring.index - 1]
         theirs = torch.zeros(3, dtype=torch.int64, device="cpu")

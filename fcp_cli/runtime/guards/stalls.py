@@ -93,7 +93,7 @@ class Watch:
     def look(self, now: float) -> None:
         """Report the device's current part once if it has lasted too long at `now` (monotonic seconds)."""
         places = self._places
-        # # Runs in the watch's thread while the loop appends: single deque operations are atomic.
+        # Runs in the watch's thread while the loop appends: single deque operations are atomic.
         while places and places[0].end is not None and self._clock.has_passed(places[0].end):
             places.popleft()
         place = places[0] if places else None

@@ -43,7 +43,7 @@ def _trained_by(loss: Tensor) -> Iterator[nn.Parameter]:
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        # # Only nodes that accumulate a leaf's gradient have a `variable`.
+        # Only nodes that accumulate a leaf's gradient have a `variable`.
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter):
             yield variable

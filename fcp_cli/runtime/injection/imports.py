@@ -42,7 +42,7 @@ class _HookingFinder(MetaPathFinder):
             spec: ModuleSpec | None = find(fullname, path, target) if finder is not self and find else None
             if spec is not None:
                 if spec.loader is not None:
-                    # # The hook stays registered: libraries search for optional modules, and import them later or
+                    # The hook stays registered: libraries search for optional modules, and import them later or
                     # never.
                     spec.loader = _HookingLoader(spec.loader, self._waiting[fullname])
                 return spec

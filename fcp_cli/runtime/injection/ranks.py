@@ -8,7 +8,7 @@ from fcp_cli.errors import RunError
 
 _ROLE = "MS_ROLE"
 _SCHEDULER, _WORKER = "MS_SCHED", "MS_WORKER"
-# # torch's variable -> msrun's, as set for workers by MindSpore 2.10.
+# torch's variable -> msrun's, as set for workers by MindSpore 2.10.
 _MSRUN = {
     "RANK": "MS_NODE_ID",
     "WORLD_SIZE": "MS_WORKER_NUM",

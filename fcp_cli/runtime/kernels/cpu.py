@@ -15,11 +15,11 @@ from fcp_cli.runtime.layouts.layout import Segments
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# # Before 2.9 the kernel assumed as many key heads as query heads, and read out of bounds if there were fewer.
+# Before 2.9 the kernel assumed as many key heads as query heads, and read out of bounds if there were fewer.
 _SHARES_KV_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
 
 
-# # Bounds on the number of queries per call with sliding windows; within them it equals the window.
+# Bounds on the number of queries per call with sliding windows; within them it equals the window.
 _LEAST_BLOCK, _MOST_BLOCK = 128, 1024
 
 

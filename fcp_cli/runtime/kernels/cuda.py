@@ -88,7 +88,7 @@ class CudaFlashKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         bounds = bounds_of(segments, q.device)
-        # # Required arguments, but never read: without dropout there is no random state.
+        # Required arguments, but never read: without dropout there is no random state.
         random_state = segments.derived(
             ("random_state", q.device), lambda: torch.zeros(2, dtype=torch.uint64, device=q.device)
         )

@@ -63,7 +63,7 @@ class Preference:
         if self.table is not None:
             measured = self.table.order(shape_class(segments.q_lengths, causal=segments.causal))
         if not measured and min(segments.q_lengths) < LEAST_UNMEASURED_TOKENS:
-            # # cuDNN last: building its graph for a new shape would take longer than it saves.
+            # cuDNN last: building its graph for a new shape would take longer than it saves.
             default = tuple(sorted(default, key=lambda name: name == "cudnn"))
         asked = () if self.asked is None else (self.asked,)
         names = dict.fromkeys((*asked, *measured, *default, "fa2"))
@@ -107,7 +107,7 @@ class ChosenKernel:
             try:
                 return call(kernel)
             except Exception as error:
-                # # PyTorch's own kernel is the last fallback, so its errors are raised to the user.
+                # PyTorch's own kernel is the last fallback, so its errors are raised to the user.
                 if kernel.name == "fa2" or probe.is_of_the_device(error):
                     raise
                 self._drop(kernel.name, error)

@@ -149,7 +149,7 @@ class CudnnKernel:
         if self._stats_dims == 4:
             stats = stats.unsqueeze(-1)
         seed = _unused_seed(segments, q)
-        # # No bias and no cumulative lengths: None is an undefined tensor, as passed by autograd.
+        # No bias and no cumulative lengths: None is an undefined tensor, as passed by autograd.
         grads = self._operators.dense_backward(
             dout, q, k, v, out, stats, seed, seed, None, None, None, batch.rows, batch.keys, 0.0, segments.causal,
             scale=scale,

@@ -163,7 +163,7 @@ def _mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any
 def _make_mask_and_lengths(segments: Segments, device: torch.device) -> dict[str, Any]:
     """Return the operator's keyword arguments; lengths are cumulative host integers without the leading 0."""
     mode = (_BAND if segments.window else _CAUSAL_BOTTOM_RIGHT) if segments.causal else _NO_MASK
-    # # A band is aligned with a segment's last key, and uses the same compressed mask.
+    # A band is aligned with a segment's last key, and uses the same compressed mask.
     band = {} if segments.window is None else {"pre_tockens": segments.window - 1, "next_tockens": 0}
     return {
         "atten_mask": _causal_mask(device) if segments.causal else None,

@@ -32,7 +32,7 @@ from fcp_cli.runtime.layouts.masked_chunks import MaskedChunks, Piece, joined_ca
 
 Value = TypeVar("Value")
 
-# # Memory per layout is a few bytes per token of the rank; a step rarely has more than a few dozen micro-batches.
+# Memory per layout is a few bytes per token of the rank; a step rarely has more than a few dozen micro-batches.
 CACHED_LAYOUTS = 128
 
 
@@ -248,14 +248,14 @@ class ZigZagLayout(RingLayout):
             q_sizes, k_sizes = owned[member], fronts[source]
         else:
             q_sizes, k_sizes = self._backs[member], owned[source]
-        # # In the local buffer, the back of a sequence follows its front.
+        # In the local buffer, the back of a sequence follows its front.
         q_starts = _offsets(owned[member]) + (fronts[member] if source > member else 0)
         k_starts = _offsets(owned[source])
-        # # A sequence of fewer than 2d tokens has empty chunks, which kernels reject.
+        # A sequence of fewer than 2d tokens has empty chunks, which kernels reject.
         live = np.flatnonzero((q_sizes > 0) & (k_sizes > 0))
-        # # One call for all live sequences, or one for each; none if no sequence is live.
+        # One call for all live sequences, or one for each; none if no sequence is live.
         calls = [live] if packed and live.size else live[:, None]
-        # # All hops of later members read the same queries. Return one object, so that `_Gathered` gathers them once.
+        # All hops of later members read the same queries. Return one object, so that `_Gathered` gathers them once.
         key = (member, source > member, packed, live.tobytes())
         if key not in self._q_rows:
             self._q_rows[key] = tuple(_rows(q_starts[i], q_sizes[i]) for i in calls)

@@ -65,7 +65,7 @@ def attention(
         RunError: no ring, a shape that does not fit the ring, or a call inside backward without an explicit ring.
     """
     spec = AttentionSpec(q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
-    # # Autocast has no rule for our operator, so cast its inputs explicitly, inside the graph.
+    # Autocast has no rule for our operator, so cast its inputs explicitly, inside the graph.
     if torch.compiler.is_compiling():
         q, k, v = _autocast(q, k, v)
         return attend_compiled(q, k, v, ring, spec, sinks)
@@ -105,7 +105,7 @@ class RingAttention(torch.autograd.Function):
         own = (pack(q, ring.tokens), pack(k, ring.tokens), pack(v, ring.tokens))
         out, kept = drive(group_forward(ring, *own, spec, sinks))
         ctx.ring, ctx.spec, ctx.padded, ctx.kv_heads = ring, spec, q.shape[2], k.shape[1]
-        # # Not as attributes: saved-tensor hooks (checkpointing, offloading) only see saved tensors.
+        # Not as attributes: saved-tensor hooks (checkpointing, offloading) only see saved tensors.
         ctx.save_for_backward(*kept, sinks)
         return unpack(out, q.shape[2])
 
@@ -165,6 +165,6 @@ def _capped(
     scores = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap + mask
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(q.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
-    # # Drop the sink's column: it has a weight, but no value.
+    # Drop the sink's column: it has a weight, but no value.
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return weights @ v

@@ -16,7 +16,7 @@ from fcp_cli.runtime.ring_attention.passes import exchanged_again, group_backwar
 from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, SavedForBackward, implicit_ring, ring_of_handle
 from fcp_cli.runtime.ring_attention.rows import pack, unpack
 
-# # Stands for the ring that is current when the compiled graph runs.
+# Stands for the ring that is current when the compiled graph runs.
 _CURRENT = torch.tensor(-1, device="cpu")
 
 
@@ -50,10 +50,10 @@ def _attention_operator(
     tokens, padded = ring.tokens, q.shape[2]
     own = (pack(q, tokens), pack(k, tokens), pack(v, tokens))
     out, kept = drive(group_forward(ring, *own, AttentionSpec(scale, window, softcap), sinks))
-    # # Padded like q, since sizes in a graph must not depend on the ring.
+    # Padded like q, since sizes in a graph must not depend on the ring.
     full_lse = kept.lse.new_zeros(padded, q.shape[1])
     full_lse[:tokens] = drive(lse_of_tokens(ring, kept, heads=q.shape[1]))
-    # # A clone, since an operator must not return one of its inputs.
+    # A clone, since an operator must not return one of its inputs.
     return unpack(out.contiguous(), padded), full_lse, ring.handle.clone()
 
 
@@ -76,12 +76,12 @@ def _attention_backward_operator(
     ring.begin_backward()
     tokens = ring.tokens
     own = SavedForBackward(pack(q, tokens), pack(k, tokens), pack(v, tokens), pack(out, tokens), lse[:tokens])
-    # # The graph saves own tokens only: their number is fixed, but that of the exchanged tensors depends on the ring.
+    # The graph saves own tokens only: their number is fixed, but that of the exchanged tensors depends on the ring.
     kept, grad = drive(exchanged_again(ring, own)), pack(grad_out, tokens)
     spec = AttentionSpec(scale, window, softcap)
     grads = drive(group_backward(ring, grad, kept, spec, sinks, kv_heads=k.shape[1]))
     dq, dk, dv = (unpack(grad.contiguous(), q.shape[2]) for grad in grads[:3])
-    # # The operator's schema requires four tensors, so None becomes an empty one.
+    # The operator's schema requires four tensors, so None becomes an empty one.
     return dq, dk, dv, q.new_empty(0) if grads.sinks is None else grads.sinks
 
 

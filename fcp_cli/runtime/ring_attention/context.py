@@ -75,7 +75,7 @@ class MicroBatchContext:
         self._require_expected(self.backward_calls, self.most_backwards, "backward", degree)
 
     def _require_expected(self, calls: int, most: int, kind: str, degree: int) -> None:
-        # # One pass more than in earlier micro-batches: the other members may not run it, and this one would hang.
+        # One pass more than in earlier micro-batches: the other members may not run it, and this one would hang.
         if most and calls > most and degree > 1:
             raise RunError(
                 f"{self.place}: the {kind} of attention runs more often than in the micro-batches before ({most} "

@@ -144,7 +144,7 @@ class FetchedRows:
             sent = None if message.sent is None else self._sent(message, message.sent)
             start, stop = message.received
             received = self._received[start:stop] if stop > start else None
-            # # Keep `sent` alive until it has been sent.
+            # Keep `sent` alive until it has been sent.
             handle = self._channel.start(self._kind, sent, message.to, received, message.source)
             under_way.append((handle, sent))
         return under_way
@@ -222,7 +222,7 @@ class HaloRoutes:
         needed = self._needed_near(index)
         for number in range(1, max((abs(rows.distances).max(initial=0) for rows in needed.values()), default=0) + 1):
             batches = []
-            # # Rows of earlier members travel up the ring, those of later members down it.
+            # Rows of earlier members travel up the ring, those of later members down it.
             for step in (1, -1):
                 arrives = needed[index].from_afar(step * number)
                 leaves = needed[index + step].from_afar(step * number) if index + step in needed else arrives[:0]
@@ -233,7 +233,7 @@ class HaloRoutes:
                     HaloMessage(
                         to=index + step,
                         source=index - step,
-                        # # All rows have one owner, `number` - 1 places behind: this member in round 1, later one whose
+                        # All rows have one owner, `number` - 1 places behind: this member in round 1, later one whose
                         # rows came in the round before.
                         is_own=not places.size or bool(places[0] < own.size),
                         sent=_rows_or_none(places, own.size),
@@ -266,7 +266,7 @@ class HaloRoutes:
         near = [member for member in (index - 1, index, index + 1) if 0 <= member < degree]
         if not self._layout.masks:  # every member between a row's owner and its reader reads the row, too
             return {member: self._needed(member) for member in near}
-        # # A member without tokens of a short stretch forwards rows that others read beyond it.
+        # A member without tokens of a short stretch forwards rows that others read beyond it.
         looked = [self._needed(member) for member in range(degree)]
         rows = {member: [looked[member].rows] for member in near}
         for member, (other, of) in product(near, enumerate(looked)):
@@ -280,7 +280,7 @@ class HaloRoutes:
         return self._from_others(member, np.unique(np.concatenate((self._before(runs), self._after(runs)))))
 
     def _from_others(self, member: int, rows: IntArray) -> _Needed:
-        # # A row belongs to the last chunk that starts at or before it.
+        # A row belongs to the last chunk that starts at or before it.
         owners = self._members[np.searchsorted(self._starts, rows, side="right") - 1]
         others = owners != member
         return _Needed(rows[others], member - owners[others])

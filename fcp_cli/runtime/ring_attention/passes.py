@@ -103,7 +103,7 @@ def group_backward(
             dsinks.copy_(sink_gradients(grad_out, kept.out, kept.lse, sinks))
         return Gradients(*(yield from _backward(member, grad_out, kept, spec)), dsinks)
     exchange, heads = member.head_exchange(), grad_out.shape[1]
-    # # Kernels only need row sums of grad_out * out: exchange one number per row and head instead of Dv. See
+    # Kernels only need row sums of grad_out * out: exchange one number per row and head instead of Dv. See
     # `shared_heads`.
     delta = row_products(grad_out, kept.out)
     (grad_out,) = yield from exchange.to_heads("heads", grad_out)
@@ -113,7 +113,7 @@ def group_backward(
         own = sink_gradients(grad_out, kept.out, kept.lse, member.own_heads(sinks))
         member.own_heads(dsinks).copy_(own)
     grads = _backward(member.ring_of_head_group(), grad_out, kept, spec)
-    # # No local name keeps the sent tensors alive, so they are freed before the results are allocated.
+    # No local name keeps the sent tensors alive, so they are freed before the results are allocated.
     counts = (heads, kv_heads, kv_heads)
     dq, dk, dv = yield from exchange.to_tokens("tokens", *(yield from grads), heads=counts)
     return Gradients(dq, dk, dv, dsinks)
@@ -152,7 +152,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """Return out [T, H, D] and lse [T, H] with sinks [H] in each row's softmax; may change `out` in place."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     kept = (lse - total).exp_().unsqueeze(-1)
-    # # In place if `out` has the type of lse; else compute in the wider type and round once.
+    # In place if `out` has the type of lse; else compute in the wider type and round once.
     return (out.mul_(kept) if out.dtype == lse.dtype else (out * kept).to(out.dtype)), total
 
 

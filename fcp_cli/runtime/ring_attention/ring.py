@@ -50,7 +50,7 @@ class SavedForBackward(NamedTuple):
     lse: Tensor
 
 
-# # A compiled graph carries tensors only, so a number identifies its ring. Weak, so that a ring ends with its
+# A compiled graph carries tensors only, so a number identifies its ring. Weak, so that a ring ends with its
 # micro-batch.
 _handles = count()
 _rings: WeakValueDictionary[int, Ring] = WeakValueDictionary()
@@ -85,7 +85,7 @@ class Ring(RingMember):
         self._head_group: Ring | None = None
         number = next(_handles)
         _rings[number] = self
-        # # On the CPU, so that reading the number synchronizes with no device.
+        # On the CPU, so that reading the number synchronizes with no device.
         self.handle = torch.tensor(number, device="cpu")
 
     @property
@@ -102,7 +102,7 @@ class Ring(RingMember):
         """Return this member's view of the ring that attends with its heads; created once."""
         if self._head_group is None:
             shared = self.heads_degree
-            # # The members of a Ulysses group are consecutive, so every `shared`-th member has the same heads.
+            # The members of a Ulysses group are consecutive, so every `shared`-th member has the same heads.
             ranks = self.ranks[self.index % shared :: shared]
             index = self.index // shared
             self._head_group = Ring(self.layout.ring, index, ranks, self.transport, self.grad_dtype, self.context)
@@ -181,7 +181,7 @@ runs_outside: ContextVar[bool] = ContextVar("runs_outside", default=False)
 
 def implicit_ring() -> Ring:
     """Return the ring of the current micro-batch; raise RunError outside a forward."""
-    # # Recomputed forwards run inside backward. In a pipeline another micro-batch may be current by then, and attention
+    # Recomputed forwards run inside backward. In a pipeline another micro-batch may be current by then, and attention
     # on its ring would silently give wrong results.
     if torch._C._current_graph_task_id() != -1:
         raise RunError(

@@ -51,13 +51,13 @@ def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpe
         return out.to(q.dtype), lse
 
     messages = _Messages(ring, k, v)
-    # # Send the own keys first, so that they travel while this member attends to them.
+    # Send the own keys first, so that they travel while this member attends to them.
     arrival = messages.pass_on(0)
     out, lse = _forward_own(kernel, ring, q, k, v, scale)
     sums, queries = _Sums(ring, out, lse.dtype), _Gathered(q)
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
-        # # Issue before this hop's kernels, so that the next keys arrive in the other buffer while they run.
+        # Issue before this hop's kernels, so that the next keys arrive in the other buffer while they run.
         arrival = messages.pass_on(hop)
         keys, places = messages.keys(hop), sums.places(hop)
         for work in ring.work(hop, packed=kernel.packed):
@@ -97,7 +97,7 @@ def ring_backward(
     shares: list[tuple[Hop, Tensor, Tensor]] = []  # of the previous hop
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
-        # # Before message `hop` leaves, since it carries the gradient sums for the pair of hop - 1.
+        # Before message `hop` leaves, since it carries the gradient sums for the pair of hop - 1.
         messages.add(hop - 1, shares)
         arrival = messages.pass_on(hop)
         shares, keys, places = [], messages.keys(hop), sums.places(hop)
@@ -109,7 +109,7 @@ def ring_backward(
             shares.append((work, dk_share, dv_share))
     yield from _settle(arrival)
     messages.add(ring.degree - 1, shares)
-    # # Gradients only, home to their owner: no member needs the keys any more.
+    # Gradients only, home to their owner: no member needs the keys any more.
     yield from _settle(messages.pass_on(ring.degree))
     for own, arrived in zip((dk, dv), messages.gradients(ring.degree), strict=True):
         own.add_(arrived)  # summed in the wider type, and rounded once
@@ -144,11 +144,11 @@ class _Messages:
         self._ring = ring
         self._shapes = k.shape[1:], v.shape[1:]
         self._grad_dtype = grad_dtype
-        # # Every member's pair passes through, so the buffers must fit the largest.
+        # Every member's pair passes through, so the buffers must fit the largest.
         size = self._numel(ring.layout.most_tokens)
         if grad_dtype is not None:
             size += size * grad_dtype.itemsize // k.dtype.itemsize
-        # # Buffers have the keys' data type; gradients are accessed through a view.
+        # Buffers have the keys' data type; gradients are accessed through a view.
         self._buffers = (k.new_empty(size), k.new_empty(size))
         own = self.keys(0)
         own[0].copy_(k)
@@ -229,7 +229,7 @@ class _Sums:
 
     def __init__(self, ring: Ring, result: Tensor, dtype: torch.dtype) -> None:
         self._ring, self._result = ring, result
-        # # With two members a single merge reads and writes `result`, so there is no intermediate to keep precise.
+        # With two members a single merge reads and writes `result`, so there is no intermediate to keep precise.
         needs_precise = result.dtype != dtype and ring.degree > 2
         self._precise = result.new_empty(result.shape, dtype=dtype) if needs_precise else result
 
@@ -238,7 +238,7 @@ class _Sums:
         source = self._result if hop == 1 else self._precise
         if hop == self._ring.degree - 1:
             return source, self._result, None
-        # # Hop `index` brings the keys of member 0, the last hop in which this member's fronts take part.
+        # Hop `index` brings the keys of member 0, the last hop in which this member's fronts take part.
         is_last_of_fronts = hop == self._ring.index and self._precise is not self._result
         return source, self._precise, self._result if is_last_of_fronts else None
 
@@ -255,7 +255,7 @@ class _Gathered:
 
     def at(self, rows: Rows) -> tuple[Tensor, ...]:
         """Return the rows of every tensor."""
-        # # By identity, since the layout returns one object for all these hops. A span is a free view.
+        # By identity, since the layout returns one object for all these hops. A span is a free view.
         if rows.span is not None or rows is not self._rows:
             self._taken = self._take(rows)
             self._rows = rows
@@ -286,7 +286,7 @@ def _forward_own(
     if _is_whole(works):
         out, lse = kernel.forward(q, k, v, works[0].segments, scale)
         return out.to(lse.dtype) if ring.layout.masks else out, lse
-    # # An lse of -inf has weight 0 in the first merge.
+    # An lse of -inf has weight 0 in the first merge.
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype(q.dtype))
     out = lse.new_zeros(*q.shape[:2], v.shape[2])
     for work in works:

@@ -80,7 +80,7 @@ def add_to_rows(total: Tensor, rows: Rows, share: Tensor) -> None:
     if rows.span is not None:
         take(total, rows).add_(share)
     else:
-        # # index_add_ and index_copy_ require values of the target's data type.
+        # index_add_ and index_copy_ require values of the target's data type.
         total.index_add_(0, _positions(rows, total.device), share.to(total.dtype))
 
 
@@ -91,7 +91,7 @@ def add_pair(total: Pair, rows: Rows, first: Tensor, second: Tensor) -> None:
         add(total[1], total[1], None, rows, second)
         return
     if _fuses(total):
-        # # A view that starts at the rows needs no positions.
+        # A view that starts at the rows needs no positions.
         positions = None if rows.span is not None else _positions(rows, total.device)
         halves = total if rows.span is None else total[:, rows.span[0] : rows.span[1]]
         fused.add_pair_rows(halves, positions, first, second)
@@ -137,9 +137,9 @@ def merge(
         )
         return
     old, old_lse = take(source, rows), take(lse, rows)
-    # # A row without earlier keys has lse -inf and becomes the part itself: sigmoid(inf) is 1.
+    # A row without earlier keys has lse -inf and becomes the part itself: sigmoid(inf) is 1.
     weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1)
-    # # After the weight, which needs the old lse.
+    # After the weight, which needs the old lse.
     torch.logaddexp(old_lse, part_lse, out=old_lse)
     is_view = rows.span is not None
     if not is_view:  # gathered rows are a copy; a view has already updated `lse`

@@ -36,7 +36,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     HAS_ALSO: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
 ):
-    # # int64, as in all kernels here: row * heads * head size exceeds 2^31 in long shards.
+    # int64, as in all kernels here: row * heads * head size exceeds 2^31 in long shards.
     row = tl.program_id(0).to(tl.int64)
     target = row
     if HAS_POSITIONS:
@@ -52,7 +52,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     new_lse = tl.load(part_lse + row * part_lse_row + head * part_lse_head, mask=is_head, other=0.0)
     old = tl.load(source + at, mask=is_element, other=0.0).to(tl.float32)
     new = tl.load(part + row * heads * HEAD_DIM + element, mask=is_element, other=0.0).to(tl.float32)
-    # # Subtract the maximum, so that neither exponential overflows.
+    # Subtract the maximum, so that neither exponential overflows.
     largest = tl.maximum(old_lse, new_lse)
     old_share, new_share = tl.exp(old_lse - largest), tl.exp(new_lse - largest)
     total = old_share + new_share
@@ -82,7 +82,7 @@ def merge_rows(
     _merge_kernel[(rows,)](
         source,
         into,
-        # # Triton requires a pointer even for an argument that the flag makes the kernel ignore.
+        # Triton requires a pointer even for an argument that the flag makes the kernel ignore.
         into if also is None else also,
         lse,
         part,
@@ -241,7 +241,7 @@ def take_rows(
     """See `fused.take_rows`."""
     rows, (heads, head_dim) = positions.shape[0], first.shape[1:]
     taken = [tensor.new_empty(rows, heads, head_dim) for tensor in (first, second, third)]
-    # # Heads first, as CUDA's backward kernels read it: `lse.t().contiguous()` is then no copy.
+    # Heads first, as CUDA's backward kernels read it: `lse.t().contiguous()` is then no copy.
     lse_taken = lse.new_empty(heads, rows)
     assert all(tensor.stride(-1) == 1 for tensor in (first, second, third))
     if rows:

@@ -135,7 +135,7 @@ def _edge(halo: Halo, heads: IntArray, window: int) -> HaloCall | None:
         return None
     heads, counts = heads[live], halo.counts[live]
     own = ranges(halo.firsts[live], heads)
-    # # Per run: the rows before it, then its own.
+    # Per run: the rows before it, then its own.
     keys = np.empty(int((counts + heads).sum()), dtype=np.int64)
     starts = np.cumsum(counts + heads) - counts - heads
     keys[ranges(starts, counts)] = halo.before
@@ -163,7 +163,7 @@ def _ahead(spans: Sequence[tuple[int, int, int]]) -> LocalCall | None:
     if not wide:
         return None
     sizes = np.array([end - begin - 1 for begin, end in wide])
-    # # The last token sees none behind it. Read backwards, the second last sees the last, and so on: causal.
+    # The last token sees none behind it. Read backwards, the second last sees the last, and so on: causal.
     return LocalCall(
         q_rows=rows_at(np.concatenate([np.arange(end - 2, begin - 1, -1) for begin, end in wide])),
         k_rows=rows_at(np.concatenate([np.arange(end - 1, begin, -1) for begin, end in wide])),
@@ -177,14 +177,14 @@ def _beyond(halo: Halo, spans: Sequence[tuple[int, int, int]]) -> HaloCall | Non
         return None
     queries = np.concatenate([np.arange(*rows) for rows in last.values()])
     sizes = np.array([end - begin for begin, end in last.values()])
-    # # Not causal: every token of a span sees the whole rest of it.
+    # Not causal: every token of a span sees the whole rest of it.
     segments = Segments(tuple(sizes.tolist()), tuple(halo.aheads[list(last)].tolist()), causal=False)
     return _with_received(halo, queries, halo.after, segments)
 
 
 def _with_received(halo: Halo, queries: IntArray, keys: IntArray, segments: Segments) -> HaloCall:
     """Return a call whose keys are positions in a buffer of the member's rows followed by those received."""
-    # # Positions >= `halo.tokens` are received rows.
+    # Positions >= `halo.tokens` are received rows.
     needed = np.unique(keys[keys < halo.tokens])
     order = np.where(keys < halo.tokens, np.searchsorted(needed, keys), keys - halo.tokens + needed.size)
     return HaloCall(
@@ -210,7 +210,7 @@ def window_forward(
     kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-    # # Results that are merged further stay in the type of lse, and are rounded once at the end.
+    # Results that are merged further stay in the type of lse, and are rounded once at the end.
     out = q.new_empty(
         *q.shape[:2], v.shape[-1], dtype=q.dtype if work.ahead is None and work.beyond is None else lse.dtype
     )
@@ -312,7 +312,7 @@ class _KeyGradients:
         """Add gradients of an edge's keys: those of own rows to `own`, those of received rows to `received` [rows,
         width].
         """
-        # # A row that occurs twice in `order` gets two shares, whose sum does not depend on their order.
+        # A row that occurs twice in `order` gets two shares, whose sum does not depend on their order.
         total = self.of_rows(edge.num_own + len(received))
         self._add(total, edge.order, dk, dv)
         add_to_rows(self.own, edge.k_rows, total[: edge.num_own])

@@ -56,7 +56,7 @@ class LocalMicroBatch:
         rows = None if shard.labelled is None else shard.labelled.to(device, non_blocking=True)
         ring.context.labels = Labels(values=self.labels, rows=rows)
         ring.context.model_tokens = shard.input_ids.shape[1]
-        # # Cleared when the backward of a loss from this micro-batch begins.
+        # Cleared when the backward of a loss from this micro-batch begins.
         ring.context.loss_missing = f"{ring.place}: {OTHER_LOSS if guards.sync.trains else NO_TRAINING}"
         self.pack_labels = shard.pack_labels
         self.loss_sum: Tensor | None = None
@@ -101,14 +101,14 @@ class LocalMicroBatch:
         """Return this rank's share of the step's loss for a sum of token losses (0-d) computed by the script."""
         self.loss_sum = loss_sum.detach()
         loss = loss_sum * self._guards.sync.loss_factor / self._denominator
-        # # The checks run on the host and would break the graph.
+        # The checks run on the host and would break the graph.
         if not torch.compiler.is_compiling():
             self._guards.see_loss(self.ring.place, self.row, self.loss_sum, loss)
         if not self._guards.sync.trains:
             return without_backward(loss, self.ring.place)
         if loss.requires_grad:
             self._losses += 1
-            # # The first hook of the loss's backward: it must run before a layer checks `loss_missing`.
+            # The first hook of the loss's backward: it must run before a layer checks `loss_missing`.
             loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         return loss
 

@@ -34,7 +34,7 @@ def outside() -> Iterator[None]:
     ring, was_outside = current_ring.get(), runs_outside.get()
     with ExitStack() as stack:
         if not was_outside:
-            # # Iterate over a copy: a model freed meanwhile removes itself from the dictionary.
+            # Iterate over a copy: a model freed meanwhile removes itself from the dictionary.
             for model, switch in list(_switches.items()):
                 stack.enter_context(switch(model))
         current_ring.set(None)

@@ -94,7 +94,7 @@ class RankJob:
         """
         world = ProcessWorld()
         rank = world.rank if peers is None else peers.index(world.rank)
-        # # The arguments run collectives, so their order must be the same on all processes.
+        # The arguments run collectives, so their order must be the same on all processes.
         return cls(
             plan=plan,
             metadata=metadata,

@@ -111,7 +111,7 @@ class Session(RankJob):
         require_ranks_apart(sync, self.metadata.encoder_ranks)
         guards = Guards(self.world, sync, model=model, on_nan=on_nan, watch=LossWatch(self.clock))
         follow = partial(self._begun, first_step, fetch, guards, mean_over)
-        # # The first step of a stream may not be planned yet: do not block before the loop asks for it.
+        # The first step of a stream may not be planned yet: do not block before the loop asks for it.
         return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
 
     def _connect_for_halos(self) -> None:
@@ -179,7 +179,7 @@ class Session(RankJob):
                 tokens: int | Tensor = item.plan.loss_tokens
                 if counting == "rows":
                     tokens = item.plan.sequences
-                # # Also with bad rows: the plan's token count includes those that are skipped.
+                # Also with bad rows: the plan's token count includes those that are skipped.
                 elif counting == "labels" or bad:
                     tokens = torch.tensor(sum(shard.labelled_tokens for shard in item.shards), device=self.device)
                     self.world.all_reduce_sum(tokens)  # stays on the device, so that the host does not wait

@@ -86,7 +86,7 @@ def start(
         source=source,
         skip_bad_rows=skip_bad_rows,
     )
-    # # The rings of a stream are not known yet: `Session` opens connections before each step.
+    # The rings of a stream are not known yet: `Session` opens connections before each step.
     if source is None:
         session.connect()
     if session.watch is not None:

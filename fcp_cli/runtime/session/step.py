@@ -60,7 +60,7 @@ class Step(FollowedStep):
         self._sync = guards.sync
         self._shards = loaded.shards
         self._tokens = tokens
-        # # Avoids 0 / 0 in a batch without labels: its loss is 0.
+        # Avoids 0 / 0 in a batch without labels: its loss is 0.
         self._denominator = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
         self._microbatches: list[LocalMicroBatch] = []
         self._marks: list[tuple[Any, Any]] = []

@@ -73,7 +73,7 @@ def collect(
         fault: error on this rank, if it has no parts because of one.
     """
     fault = fault or _fault(parts)
-    # # Member 0 of each ring announces its sequences. Then every rank fills in its tokens of a zero tensor, and a sum
+    # Member 0 of each ring announces its sequences. Then every rank fills in its tokens of a zero tensor, and a sum
     # joins them.
     told = [
         (sequence, length)
@@ -90,7 +90,7 @@ def collect(
     for sequence, length in table.tolist():
         offsets[sequence] = (total, total + length)
         total += length
-    # # Agree over all ranks, since the values of an idle rank may have another data type.
+    # Agree over all ranks, since the values of an idle rank may have another data type.
     flat = torch.zeros(
         total, dtype=torch.float64 if any(double for double, _ in facts) else torch.float32, device=device
     )

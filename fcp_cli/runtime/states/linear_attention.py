@@ -89,7 +89,7 @@ class DeltaRule:
     def _runs(self, tokens: Tokens, lengths: tuple[int, ...], starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run the kernel on runs of tokens, all with initial state `starts` [H, Dk, Dv]; None is an empty state."""
 
-        # # A pack is a batch of one, but needs an initial state for each of its `runs`.
+        # A pack is a batch of one, but needs an initial state for each of its `runs`.
         def batch(some: Tokens, **more: Any) -> tuple[Tensor, Tensor]:
             query, key, value, decay, strength = some
             out, left = self.call(

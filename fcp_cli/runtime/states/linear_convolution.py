@@ -165,7 +165,7 @@ def _laid_out(starts: IntArray, before: IntArray, held: int) -> tuple[IntArray, 
         Indices of the concatenated rows, and the positions of the own rows among them.
     """
     runs, reach = before.shape
-    # # A row moves back by `reach` for its own run and for each run before it.
+    # A row moves back by `reach` for its own run and for each run before it.
     kept = np.arange(held) + reach * np.searchsorted(starts, np.arange(held), side="right")
     laid = np.empty(held + before.size, dtype=np.int64)
     laid[kept] = np.arange(held)

@@ -60,7 +60,7 @@ class _States(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         transitions, states = ctx.saved_tensors
-        # # Gradients go the opposite way, on which fronts and backs swap places.
+        # Gradients go the opposite way, on which fronts and backs swap places.
         left = drive(carry(ctx.member, "dstate", transitions.flip(0).mT, grad.flip(0))).flip(0)
         is_number = transitions.shape[-1] == 1
         of_transitions = (left * states).sum((-2, -1), keepdim=True) if is_number else left @ states.mT
@@ -95,7 +95,7 @@ def carry(member: Ring, kind: str, transitions: Tensor, updates: Tensor) -> Wait
     up, down = (None if is_first else flat[0]), (None if is_last else flat[1])
     yield from _relay(member, kind, pieces, _Direction(up, before, outgoing(0), None if is_last else after))
     if is_last:
-        # # Chunks d - 1 and d are both on the last member: the state needs no message.
+        # Chunks d - 1 and d are both on the last member: the state needs no message.
         flat[1].copy_(outgoing(0)(slice(None)))
     yield from _relay(member, kind, pieces, _Direction(down, after, outgoing(1), None if is_first else before))
     return arriving
@@ -120,10 +120,10 @@ class _Direction:
 
 def _relay(member: Ring, kind: str, pieces: list[slice], direction: _Direction) -> Waits[None]:
     """Receive slices, and forward each after its update while the next one arrives."""
-    # # At an end of the ring nothing is sent, but `start` needs an index: use the member's own.
+    # At an end of the ring nothing is sent, but `start` needs an index: use the member's own.
     to = member.index if direction.to is None else direction.to
     sent = None
-    # # One extra iteration, since each sends the slice that the previous one computed.
+    # One extra iteration, since each sends the slice that the previous one computed.
     for piece in (*pieces, None):
         receive = None if piece is None or direction.arriving is None else direction.arriving[piece]
         if (handle := member.channel.start(kind, sent, to, receive, direction.source)) is not None:

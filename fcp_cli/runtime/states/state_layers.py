@@ -207,7 +207,7 @@ def _around_ring(rule: StateRule, held: Tokens, member: Ring) -> Tensor:
     live, value = np.flatnonzero(sizes), held[2]
     if not live.size:  # very short sequences: the member only forwards states
         passed = [part.expand(len(sizes), -1, -1, -1) for part in rule.idle(held)]
-        # # The empty sum keeps both ends in the graph, since backward must forward gradients here, too.
+        # The empty sum keeps both ends in the graph, since backward must forward gradients here, too.
         states = _arriving(passed[0], passed[1] + value.sum().to(passed[1].dtype), member)
         return value + states.sum().to(value.dtype)
     lengths = tuple(sizes[live].tolist())
@@ -219,7 +219,7 @@ def _around_ring(rule: StateRule, held: Tokens, member: Ring) -> Tensor:
         left = [every.to(of.dtype).index_copy(0, places, of) for every, of in zip(passed, left, strict=True)]
     states = _arriving(left[0], left[1], member)
     reads = zip(*(torch.split_with_sizes(part, lengths) for part in chunks.reads), strict=True)
-    # # Runs alternate between the front and the back of each sequence.
+    # Runs alternate between the front and the back of each sequence.
     added = [rule.read(read, states[run % 2, run // 2]) for read, run in zip(reads, live.tolist(), strict=True)]
     return (chunks.out + torch.cat(added)).to(value.dtype)
 

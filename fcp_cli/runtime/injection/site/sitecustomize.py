@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def _prepare_rank() -> None:
-    # # Python ignores a failing sitecustomize, and the script would train without the plan: exit instead.
+    # Python ignores a failing sitecustomize, and the script would train without the plan: exit instead.
     try:
         from fcp_cli.errors import FcpError
         from fcp_cli.runtime.injection.install import install
@@ -32,7 +32,7 @@ def _prepare_rank() -> None:
 
 
 def _keep_from_training() -> None:
-    # # A Python without fcp runs the job script's helpers, not its training, and must not fail.
+    # A Python without fcp runs the job script's helpers, not its training, and must not fail.
     with suppress(ImportError):
         from fcp_cli.runtime.injection.install import install_beside_ranks
 
