@@ -1,1 +1,1 @@
-"""Activation checkpointing of layers, and offload of the inputs that it keeps."""
+"""Activation checkpointing of layers, and offload of their saved inputs."""

@@ -1,8 +1,8 @@
-"""Recomputation as needed: each rank recomputes as many layers as the tokens of its micro-batch demand.
+"""Recomputation as needed: each rank recomputes as many layers as its micro-batch's tokens require.
 
-The level of a layer is chosen at each call, by the tokens of its input, and kept with the call: a micro-batch is
-recomputed as it ran, regardless of what ran after it. No level runs attention again, so that ranks of a ring may differ
-in it, and messages are those without recomputation.
+A layer's level is chosen at each call, by the number of input tokens, and kept with the call, so a micro-batch is
+recomputed as it ran, regardless of later micro-batches. No level reruns attention, so ranks of a ring may use different
+levels, and messages are the same as without recomputation.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fcp_cli.runtime.recomputation.recompute import recomputed, staged_attention
 
 
 class LayerLevels:
-    """Levels of a model's layers.
+    """Recompute levels of a model's layers.
 
         levels = LayerLevels(session.recompute_levels, layers=len(blocks))
         for index, block in enumerate(blocks):
             hidden = levels.run(index, block, hidden, position_ids)
 
-    A block of which only the activation function is recomputed asks `LayerLevels.recomputes_activation`.
+    A block that can recompute only its activation function checks `LayerLevels.recomputes_activation`.
 
     Args:
-        levels: the levels of the plan.
-        layers: the layers of the model.
-        tokens_per_row: the tokens of the rank per row of a layer's input; more than 1 if devices share them.
-        share: the share of layers that recompute in every micro-batch, on a pipeline's stage; None: by its tokens.
+        levels: recompute levels of the plan.
+        layers: number of layers of the model.
+        tokens_per_row: tokens of the rank per row of a layer's input; above 1 if devices share them.
+        share: fraction of layers to recompute in every micro-batch, on a pipeline stage; None: by its tokens.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LayerLevels:
         self._tokens_per_row = tokens_per_row
 
     def level(self, index: int, tokens: int) -> LayerRecompute:
-        """Return the level of a layer in a micro-batch of so many tokens on this rank."""
+        """Return the level of a layer in a micro-batch of `tokens` tokens on this rank."""
         if self._share is None:
             number, count = layers_by_level(self._levels, tokens, self._layers)
         else:
@@ -61,7 +61,7 @@ class LayerLevels:
         """Run a layer at its level.
 
         Args:
-            index: the index of the layer in the model, from 0.
+            index: index of the layer in the model, from 0.
             layer: called with `hidden`, `args` and `kwargs`.
             hidden: [..., T, width] of T rows of tokens, with any other dimensions of size 1.
         """
@@ -77,22 +77,22 @@ class LayerLevels:
 
     @staticmethod
     def attend(compute: Callable[[], Tensor]) -> Tensor:
-        """Return the output of an attention that is not fcp's, kept if its layer keeps attention."""
+        """Return the output of an attention that is not fcp's; kept for backward if its layer keeps attention."""
         return staged_attention(compute)
 
     @staticmethod
     def recompute_activation(mlp: nn.Module, *, always: bool = False) -> None:
-        """Let an MLP in training keep only its input and the outputs of its matrix products.
+        """Make an MLP save only its input and the outputs of its matrix products during training.
 
         Args:
-            mlp: the module whose forward is replaced.
-            always: False: only in layers whose level says so.
+            mlp: module whose forward is replaced.
+            always: whether to do so at every level; else only in layers at level `activation`.
         """
         mlp.forward = partial(_run_mlp, mlp, mlp.forward, always)
 
     @staticmethod
     def recomputes_activation() -> bool:
-        """Return whether the layer that runs now recomputes only its activation function."""
+        """Return whether the current layer recomputes only its activation function."""
         return _recomputes_activation.get()
 
 

@@ -1,17 +1,16 @@
 """Activation offload: move the inputs of recomputed layers to host memory in forward, and back in backward.
 
-Under recomputation a layer keeps only its input [tokens, width], but a deep model has many layers. While a layer
-computes, its input is copied to page-locked memory on a separate stream, and in backward, while a layer computes, the
-input of the layer below comes back on another: both directions of the link overlap with the kernels, and as long as a
-layer takes longer than a copy, nothing waits (`fcp_cli.cost.offload` prices the waits). The input of the last layer
-stays as well: backward needs it first.
+With recomputation a layer only saves its input [tokens, width], but a deep model has many layers. While a layer
+computes, its input is copied to pinned memory on a separate stream. In backward, while a layer computes, the input of
+the layer below is copied back on another stream. Both directions of the link overlap with kernels, and nothing waits as
+long as a layer takes longer than a copy (`fcp_cli.cost.offload` prices the waits). The last layer's input also stays on
+the device, since backward needs it first.
 
     forward    layer  0    1    2    3            backward   layer  3    2    1    0
                out    0    1    2    3                       back   2    1    0
 
-Page-locked memory is not given back to the system but reused by PyTorch's host allocator, which knows when a copy has
-finished with it; it rounds sizes up to powers of two. On a CPU the same code makes copies, which proves it right and
-saves nothing.
+Pinned memory is not returned to the system but reused by PyTorch's host allocator, which tracks when copies have
+finished and rounds sizes up to powers of two. On a CPU the same code makes copies, which saves nothing but tests it.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ LEAST_BYTES = 1 << 20
 
 
 class HasTokens(Protocol):
-    """A micro-batch, of which only the tokens count here."""
+    """Micro-batch, of which only the number of tokens is used."""
 
     @property
     def input_ids(self) -> Tensor: ...
 
 
 class ActivationOffload:
-    """Offloads the inputs of recomputed layers, of the micro-batches that are long enough to need it.
+    """Offloads the inputs of recomputed layers in micro-batches that are long enough to need it.
 
         offload = ActivationOffload(device, above_tokens=12_000)
         for microbatch in step:
@@ -46,13 +45,13 @@ class ActivationOffload:
                 loss = microbatch.loss(model(microbatch))  # whose layers run under `recomputed`
             loss.backward()
 
-    Offloading all of them would make short micro-batches wait for copies that they do not need (Ge et al., "ByteScale",
-    selective activation offloading). It changes no number, and ranks may differ in it.
+    Offloading short micro-batches would make them wait for copies that they do not need (Ge et al., "ByteScale",
+    selective activation offloading). Results are unchanged, and ranks may differ in their settings.
 
     Attributes:
-        above_tokens: micro-batches of more tokens on this rank are offloaded: as many as fit without.
-        moved_bytes: sent to the host and back so far.
-        microbatches: how many were offloaded so far.
+        above_tokens: micro-batches with more tokens on this rank are offloaded: the maximum that fits without offload.
+        moved_bytes: bytes copied to the host and back so far.
+        microbatches: number of offloaded micro-batches so far.
     """
 
     def __init__(self, device: torch.device, *, above_tokens: int = 0) -> None:
@@ -63,7 +62,7 @@ class ActivationOffload:
 
     @contextmanager
     def of(self, microbatch: HasTokens) -> Iterator[None]:
-        """Offload in the forward inside, if the micro-batch is long enough; the backward may run anywhere."""
+        """Offload during the forward in this block if the micro-batch is long enough; backward may run anywhere."""
         if microbatch.input_ids.numel() <= self.above_tokens:
             yield
             return
@@ -75,16 +74,16 @@ class ActivationOffload:
             _shelf.reset(token)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Return whether a tensor that a layer keeps is worth moving: not a weight, an index or a trifle."""
+        """Return whether a saved tensor is worth moving: floating-point, large, and not a parameter."""
         is_large = tensor.numel() * tensor.element_size() >= LEAST_BYTES
         return is_large and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
 
 
 @contextmanager
 def offloaded_inputs() -> Iterator[None]:
-    """Offload the inputs that a checkpoint inside saves, if the running micro-batch is offloaded."""
+    """Offload the inputs saved by a checkpoint in this block, if the current micro-batch is offloaded."""
     shelf = _shelf.get()
-    if shelf is None or not torch.is_grad_enabled():  # a frozen encoder has no backward
+    if shelf is None or not torch.is_grad_enabled():  # e.g. a frozen encoder, which has no backward
         yield
         return
     with saved_tensors_hooks(shelf.put, _get):
@@ -92,21 +91,21 @@ def offloaded_inputs() -> Iterator[None]:
 
 
 class HostLink:
-    """Carries tensors between a device and the host's memory; a mark says when a copy is done.
+    """Copies tensors between device and host memory; a mark tells when a copy is done.
 
-    Here the device is simulated: the host's memory stands for both.
+    This base class is for CPUs, where host memory simulates the device.
     """
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Start a copy to the host; return it, and its mark."""
+        """Start a copy to the host; return the copy and its mark."""
         return tensor.clone(), None
 
     def to_device(self, host: Tensor, written: Any) -> tuple[Tensor, Any]:
-        """Start a copy to the device, once the one to the host is done; return it, and its mark."""
+        """Start a copy to the device after the copy to the host has finished; return the copy and its mark."""
         return host.clone(), None
 
     def wait(self, mark: Any) -> None:
-        """Let kernels that are launched from now on wait for a copy."""
+        """Make kernels that are launched from now on wait for a copy."""
 
 
 class StreamLink(HostLink):
@@ -119,21 +118,21 @@ class StreamLink(HostLink):
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._out.wait_stream(self._module.current_stream(self._device))  # that computes the tensor
+        self._out.wait_stream(self._module.current_stream(self._device))  # which computes the tensor
         with self._module.stream(self._out):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._out)  # its memory is not used anew before it has left
+        tensor.record_stream(self._out)  # its memory must not be reused before it is copied
         return host, self._out.record_event()
 
     def to_device(self, host: Tensor, written: Any) -> tuple[Tensor, Any]:
-        # Made on the computing stream, so that its memory is of the common pool; kernels may still
-        # read the memory's previous content.
+        # Allocated on the compute stream, from the common memory pool; kernels may still be reading its previous
+        # content.
         tensor = torch.empty_like(host, device=self._device)
         self._back.wait_stream(self._module.current_stream(self._device))
         self._back.wait_event(written)
         with self._module.stream(self._back):
             tensor.copy_(host, non_blocking=True)
-        tensor.record_stream(self._back)  # it may be dropped unused, with the copy under way
+        tensor.record_stream(self._back)  # it may be freed unused while the copy is in flight
         return tensor, self._back.record_event()
 
     def wait(self, mark: Any) -> None:
@@ -141,11 +140,11 @@ class StreamLink(HostLink):
 
 
 class _Shelf:
-    """The inputs of one micro-batch's layers, in the order of its forward."""
+    """Inputs of one micro-batch's layers, in forward order."""
 
     def __init__(self, offload: ActivationOffload) -> None:
         self.offload = offload
-        # Weak: autograd holds the slots, and lets go of their memory when the layer's backward is done.
+        # Weak: autograd owns the slots, and frees their memory when the layer's backward is done.
         self._slots: list[weakref.ref[_Slot]] = []
 
     def put(self, tensor: Tensor) -> Tensor | _Slot:
@@ -163,7 +162,7 @@ class _Shelf:
 
 
 class _Slot:
-    """One input: on the device until the next layer's has come, then on the host, and back when it is asked for."""
+    """One input: on the device until the next layer's input arrives, then on the host, and back on request."""
 
     def __init__(self, shelf: _Shelf, place: int, tensor: Tensor) -> None:
         self._shelf = shelf
@@ -178,17 +177,17 @@ class _Slot:
         return self._shelf.offload._link
 
     def leave(self) -> None:
-        """Let go of the device's memory; the copy that is under way keeps it as long as it needs."""
+        """Release the device memory; a copy in flight keeps it as long as needed."""
         self._tensor = None
 
     def come_back(self) -> None:
-        """Start the way back, if the tensor has left."""
+        """Start the copy back, if the tensor has left the device."""
         if self._tensor is None and self._returning is None:
             self._returning = self._link.to_device(self._host, self._written)
             self._count()
 
     def get(self) -> Tensor:
-        """Return the tensor on the device, and send for the one below, which backward needs next."""
+        """Return the tensor on the device, and prefetch the one below, which backward needs next."""
         self.come_back()
         tensor = self._tensor if self._returning is None else self._take()
         below = self._shelf.slot(self._place - 1)

@@ -1,16 +1,17 @@
-"""Activation checkpointing: recompute a layer in backward, whole, all but its attention, or only elementwise work.
+"""Activation checkpointing: in backward, recompute a whole layer, all but its attention, or only elementwise
+operations.
 
-Backward needs a layer's activations. Recomputed, a layer keeps only its inputs and runs forward once more in backward,
-and with it its ring: the keys and values of the whole group travel again. `keep_attention` keeps the results of
-attention, too, so that only local work runs again. `keep_products` also keeps the outputs of matrix
-products: norms, rotations and activation functions run again, which take little time and most of the memory.
+Backward needs a layer's activations. With full recomputation a layer saves only its inputs and reruns forward in
+backward, including its ring: the keys and values of the whole group travel again. `keep_attention` also saves the
+results of attention, so that only local work reruns. `keep_products` also saves the outputs of matrix products, so that
+only norms, rotary embeddings and activation functions rerun, which take little time but most of the memory.
 
-    kept of a layer, T tokens, width W, H query heads and G key/value heads of size D
+    saved per layer, T tokens, width W, H query heads and G key/value heads of size D
     full         its inputs                                                [T, W]
     selective    its inputs, and of attention q, k, v, out and lse         [T, W + 2 H D + 2 G D], lse [T, H]
-    elementwise  the same, and the output of each matrix but the last
+    elementwise  the same, and the outputs of all matrix products but the last
 
-Attention runs through `staged_attention`; this module knows nothing of rings.
+Attention runs through `staged_attention`; this module is independent of rings.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ attention_stage: ContextVar[_Stage | None] = ContextVar("attention_stage", defau
 
 
 def staged_attention(compute: Callable[[], Tensor]) -> Tensor:
-    """Return the output of an attention call: computed, or kept from the forward of a layer that is recomputed."""
+    """Return the output of an attention call: computed, or saved by the forward of a layer that is now recomputed."""
     stage = attention_stage.get()
     return compute() if stage is None else stage.attend(compute)
 
@@ -53,40 +54,40 @@ def recomputed(
 ) -> Any:
     """Run a layer under activation checkpointing.
 
-    Inside `ActivationOffload.of`, the inputs wait for that in the host's memory.
+    Inside `ActivationOffload.of`, its inputs are offloaded to host memory until backward.
 
     Args:
-        layer: called with `args` and `kwargs`; its inputs that need gradients belong in `args`.
-        keeps_attention: keep the results of attention (`keep_attention`).
-        keeps_products: keep these and the outputs of matrix products (`keep_products`).
+        layer: called with `args` and `kwargs`; pass inputs that need gradients in `args`.
+        keeps_attention: save the results of attention (`keep_attention`).
+        keeps_products: save these and the outputs of matrix products (`keep_products`).
     """
     contexts = keep_products if keeps_products else keep_attention if keeps_attention else noop_context_fn
-    with offloaded_inputs():  # the checkpoint's own hooks are inside: tensors that the layer saves never get here
+    with offloaded_inputs():  # outside the checkpoint's own hooks, so only the checkpoint's inputs get here
         return checkpoint(layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of the forward and the recomputation of one layer that keeps its attention.
+    """Return the contexts for forward and recomputation of a layer that saves its attention.
 
-    To be given as `context_fn` to a non-reentrant checkpoint:
+    Pass it as `context_fn` to a non-reentrant checkpoint:
 
         checkpoint(layer, hidden, use_reentrant=False, context_fn=keep_attention)
 
-    The first forward keeps the tensors that the backward of attention needs (q, k, v, its output and lse). When the
-    layer is recomputed, attention returns the kept output: no kernel runs and nothing travels around the ring. A
-    layer may attend several times, in the same order both times. Gradients are those without recomputation, bit for
-    bit if the layer's other operations are deterministic.
+    The first forward saves the tensors that attention's backward needs (q, k, v, output and lse). When the layer is
+    recomputed, attention returns the saved output: no kernel runs and nothing travels around the ring. A layer may
+    attend several times, in the same order both times. Gradients equal those without recomputation, bitwise if the
+    layer's other operations are deterministic.
     """
     outputs: list[_Output] = []
     return _Keeping(outputs), _HandingOut(outputs)
 
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of one layer that keeps its attention and the outputs of its matrix products.
+    """Return the contexts of a layer that saves its attention and the outputs of its matrix products.
 
-    Used as `keep_attention` is. When the layer is recomputed, only elementwise work runs: a matrix product returns
-    its kept output. The last product of a layer is not kept, since backward seldom needs its output and runs it
-    again if it does; that of grouped experts is, since their routing weights need it.
+    Use it like `keep_attention`. When the layer is recomputed, only elementwise operations run: a matrix product
+    returns its saved output. A layer's last product is not saved, since backward rarely needs its output, and is rerun
+    if it does. The exception are grouped experts, whose output is needed for the gradients of routing weights.
     """
     outputs: list[_Output] = []
     products: list[_Product] = []
@@ -94,7 +95,7 @@ def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager
 
 
 class _Stage(ABC):
-    """The stage of the attention calls inside a `with` block, which may be entered again after it was left."""
+    """How attention calls run inside a `with` block, which may be entered repeatedly."""
 
     def __init__(self, outputs: list[_Output], products: _ProductMode | None = None) -> None:
         self._outputs = outputs
@@ -103,7 +104,7 @@ class _Stage(ABC):
 
     @abstractmethod
     def attend(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the output of one call; `compute` runs it."""
+        """Return the output of one call, which `compute` runs."""
 
     def __enter__(self) -> None:
         self._tokens.append(attention_stage.set(self))
@@ -120,9 +121,9 @@ class _Stage(ABC):
 
 class _Keeping(_Stage):
     def attend(self, compute: Callable[[], Tensor]) -> Tensor:
-        # The hooks of the checkpoint would drop the tensors that attention saves; these, inside them, keep them.
+        # The checkpoint's hooks would drop the tensors that attention saves; these inner hooks keep them.
         with saved_tensors_hooks(_keep, _unchanged), self._products.paused() if self._products else nullcontext():
-            token = attention_stage.set(None)  # attention inside attention is part of it
+            token = attention_stage.set(None)  # nested attention calls are part of this one
             try:
                 out = compute()
             finally:
@@ -148,25 +149,25 @@ class _HandingOut(_Stage):
             )
         out, requires_grad = self._outputs[self._calls]
         self._calls += 1
-        # It must require a gradient as the first did: else later operations would save other tensors than then.
+        # Must match the first output's requires_grad: otherwise later operations would save different tensors.
         return out.detach().requires_grad_(requires_grad)
 
 
 class _Product(NamedTuple):
-    """Output of one matrix product of the first forward, with its version then."""
+    """Output of one matrix product of the first forward, with its version counter at that time."""
 
     operator: Any
     out: Tensor
     version: int
 
 
-_GROUPED: Final = getattr(torch.ops.aten, "_grouped_mm", None)  # of experts
+_GROUPED: Final = getattr(torch.ops.aten, "_grouped_mm", None)  # matrix products of experts
 _SINGLE: Final = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm"))
 _PRODUCTS: Final = frozenset((*_SINGLE, *([_GROUPED.default] if _GROUPED is not None else [])))
 
 
 class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operator of a layer below autograd, as it runs."""
+    """Intercepts each matrix product of a layer below autograd."""
 
     def __init__(self, products: list[_Product]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -175,7 +176,7 @@ class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not keep the products of attention's own kernels."""
+        """Ignore matrix products in this block: those inside attention."""
         self._is_paused = True
         try:
             yield
@@ -188,7 +189,7 @@ class _ProductMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.product(func, args, kwargs or {})
 
     def product(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Return the output of a matrix product."""
+        """Return the output of a matrix product, computed or saved."""
         raise NotImplementedError
 
 
@@ -224,8 +225,8 @@ class _HandingOutProducts(_ProductMode):  # type: ignore[no-untyped-call]
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return the tensor without its autograd node, of the same version counter."""
-    # Below autograd a view would otherwise count its changes separately.
+    """Return the tensor without its autograd node, sharing its version counter."""
+    # Without the guard, a view made below autograd would count its in-place changes separately.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
@@ -235,7 +236,7 @@ def _keep(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _unchanged(kept: tuple[Tensor, int], what: str = "an input of attention") -> Tensor:
-    """Return a kept tensor; PyTorch does not check those that went through hooks."""
+    """Return a saved tensor if it is unchanged; PyTorch does not check tensors saved through hooks."""
     tensor, version = kept
     if tensor._version != version:
         raise RunError(
