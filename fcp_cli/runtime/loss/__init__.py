@@ -1,1 +1,1 @@
-"""The loss whose gradient no plan can change, from logits or from a head's input."""
+"""Plan-independent loss, from logits or from the input of the head."""

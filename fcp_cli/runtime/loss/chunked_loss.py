@@ -1,19 +1,19 @@
-"""Cross entropy of a linear head, of which only some columns of the logits exist at a time.
+"""Cross entropy of a linear head that materializes only some columns of the logits at a time.
 
 The logits of a large vocabulary are the largest tensor of a step: with fp32 copies for softmax and gradient some 2 MB a
-token at 152k entries. Here the vocabulary is cut into blocks. Forward keeps the log-sum-exp of each token, and backward
-computes a block's logits once more. n labelled tokens, W width, V vocabulary, B columns of a block:
+token at 152k entries. Here the vocabulary is cut into blocks. Forward saves the log-sum-exp of each token, and backward
+recomputes a block's logits. With n labelled tokens, width W, vocabulary V and B columns per block:
 
     forward    lse = logsumexp over blocks of hidden weight[block]^T;  loss = sum of lse - logit of the label
     backward   g = (softmax - onehot) of the block [n, B];  dhidden += g weight[block];  dweight[block] = g^T hidden
 
-Why not both gradients in the forward, by chunks of tokens, which spares the logits' second product (a fourth of the
-head's arithmetic)? Every chunk would then add its part to a gradient of the whole weight: at 152k x 4,096 in fp32, 5 GB
-read and written a chunk, for which an H100 needs about as long as for that product (1.5 ms of memory, 0.55 TFLOP), and
-the gradient would be held in fp32 from forward to backward.
-By blocks of the vocabulary each row of dweight is one product over all tokens, summed in fp32 inside it and
-written once, in the weight's own type; the repeated additions go to the far smaller dhidden. It is the order of
-Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", without their kernels.
+The alternative, both gradients in forward by chunks of tokens, saves recomputing the logits (a fourth of the head's
+arithmetic). But every chunk would add to a gradient of the whole weight: at 152k x 4,096 in fp32, 5 GB read and written
+per chunk, which takes an H100 about as long as that product (1.5 ms of memory traffic, 0.55 TFLOP). The gradient would
+also be held in fp32 from forward to backward.
+With vocabulary blocks each row of dweight is one product over all tokens, summed in fp32 inside it and written once in
+the weight's own type. Repeated additions only go to the far smaller dhidden. The order is that of Wijmans et al., "Cut
+Your Losses in Large-Vocabulary Language Models", without their kernels.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from fcp_cli.runtime.loss.labels import IGNORED
 LOGITS_BYTES = 256 << 20
 """Most bytes of a block of logits in fp32; in bf16 a second block of half the size exists for a moment."""
 
-_COLUMNS = 256  # blocks of a multiple of so many columns: kernels of matrix products come in such tiles
+_COLUMNS = 256  # blocks are multiples of this, the tile size of matrix product kernels
 
 
 def chunked_token_loss_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of cross entropies of hidden weight^T + bias, 0-d in at least fp32; 0 if nothing is labelled.
+    """Return the sum of cross entropies of hidden weight^T + bias, 0-d in at least fp32; 0 without labels.
 
-    Its gradient is that of the loss over whole logits. Under autocast the products are in its type.
+    Its gradient equals that of the loss over whole logits. Under autocast the products use its data type.
 
     Args:
         hidden: [n, W].
-        weight: [V, W]; frozen or not.
-        bias: [V].
+        weight: [V, W]; may be frozen.
+        bias: [V] or None.
         labels: [n] int64, `IGNORED` if there is nothing to predict.
-        weights: [n] factors on the cross entropies; None: all 1.
+        weights: [n] factors on the cross entropies, or None for 1.
     """
     dtype = product_dtype(hidden)
     counted: Tensor = labels != IGNORED
@@ -57,7 +57,7 @@ def chunked_token_loss_sum(
 
 
 def block_columns(tokens: int, vocabulary: int) -> int:
-    """Return how many columns of the logits exist at a time."""
+    """Return the number of columns of the logits to materialize at a time."""
     fitting = max(LOGITS_BYTES // (4 * max(tokens, 1)), 1)
     return min(fitting if fitting < _COLUMNS else fitting // _COLUMNS * _COLUMNS, vocabulary)
 
@@ -76,7 +76,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 column, inside = _place_of_labels(labels, block)
                 label_logits += torch.where(inside, logits.gather(1, column).squeeze(1), 0.0)
                 lse = torch.logaddexp(lse, _logsumexp_(logits))
-                del logits  # before the next block's
+                del logits  # free it before the next block's is allocated
         ctx.save_for_backward(hidden, weight, bias, labels, factors, lse)
         return ((lse - label_logits) * factors).sum()
 
@@ -111,23 +111,23 @@ def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice) -> Tensor:
-    """Return the logits [n, B]; the weight is cast block by block, so that no copy of all of it is made."""
+    """Return the logits [n, B]; casts the weight block by block to avoid a copy of all of it."""
     return functional.linear(
         hidden, weight[block].to(hidden.dtype), None if bias is None else bias[block].to(hidden.dtype)
     )
 
 
 def _place_of_labels(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return [n, 1] each label's column in a block, any column if it is in another, and [n] whether it is in it."""
+    """Return each label's column in the block, [n, 1] (any column if it is outside), and whether it is inside, [n]."""
     inside = (labels >= block.start) & (labels < block.stop)
     return (labels - block.start).clamp(0, block.stop - block.start - 1).unsqueeze(1), inside
 
 
 def _logsumexp_(logits: Tensor) -> Tensor:
-    """Return [n] the log-sum-exp of each row; overwrites the logits, whereas torch.logsumexp makes a second copy."""
+    """Return the log-sum-exp [n] of each row; overwrites the logits to avoid torch.logsumexp's copy."""
     if not logits.numel():
         return logits.sum(1)
-    highest = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)  # entries of -inf, as a bias may make, count 0
+    highest = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)  # rows of -inf, from a bias, must not give NaN
     return logits.sub_(highest.unsqueeze(1)).exp_().sum(1).log_().add_(highest)
 
 
@@ -139,7 +139,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the type of the products: autocast's if it is on, which never casts fp64."""
+    """Return the data type of the products: that of autocast if enabled, except for fp64."""
     device_type = hidden.device.type
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
         return hidden.dtype

@@ -1,7 +1,7 @@
-"""Cross entropy of a linear head by the kernels of other libraries, if they are installed and can do it.
+"""Cross entropy of a linear head by kernels of other libraries, if installed and applicable.
 
-They hold no logits either, and on a GPU take less time than `chunked_loss`, the fallback everywhere else.
-Cut cross entropy is asked for its exact variant: by default it leaves small gradients out.
+Like `chunked_loss`, the fallback, they do not materialize logits, but they are faster on GPUs. Cut cross entropy runs
+in its exact variant, since the default skips small gradients.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ FusedLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 """From hidden [n, W], weight [V, W], bias [V] and labels [n] to the sum of the labelled tokens' losses."""
 
 
-_HOSTS = frozenset({"cpu"})  # devices for which no library has a kernel
+_HOSTS = frozenset({"cpu"})  # devices without kernels in any library
 
 
 def linear_token_loss_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Compute `chunked_token_loss_sum`, on accelerators by the best kernel that is installed and works there.
+    """Compute `chunked_token_loss_sum`, on accelerators by the best installed kernel that works there.
 
-    The libraries' kernels return sums, so weighted losses go without them.
+    Weighted losses do not use the libraries, whose kernels only return sums.
     """
     dtype = product_dtype(hidden)
-    # In fp32 the kernels multiply in TF32, and none of them expects a rank without labelled tokens.
+    # For fp32 the kernels use TF32, and none of them supports a rank without labelled tokens.
     is_for_kernels = dtype in (torch.bfloat16, torch.float16) and len(labels) and weights is None
     if hidden.device.type not in _HOSTS and is_for_kernels:
         cast = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -44,7 +44,7 @@ def linear_token_loss_sum(
 
 
 def _attempt(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor | None:
-    """Return a library's sum in fp32, or None, and never again, if it fails: by device, version or compiler."""
+    """Return a library's sum in fp32; if it fails (device, version or compiler), return None and never try it again."""
     try:
         return _installed()[name](hidden, weight, bias, labels).float()
     except torch.OutOfMemoryError:
@@ -58,7 +58,7 @@ def _attempt(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, lab
 
 @cache
 def _installed() -> dict[str, FusedLoss]:
-    """Return the libraries that import here, best first."""
+    """Return the libraries that can be imported, best first."""
     makers = {"cut_cross_entropy": _cut_cross_entropy, "liger_kernel": _liger}
     return {name: loss for name, make in makers.items() if (loss := _import(make)) is not None}
 

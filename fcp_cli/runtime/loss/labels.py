@@ -1,3 +1,3 @@
-"""Labels of tokens, without torch."""
+"""Label constants, without torch."""
 
-IGNORED = -100  # label of a token that has no next token to predict, as everywhere in PyTorch
+IGNORED = -100  # label of a token without a next token to predict; PyTorch's default ignore_index

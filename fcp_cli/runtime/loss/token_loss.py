@@ -1,7 +1,7 @@
-"""The loss whose gradient no plan can change: the sum of token losses / trained tokens of the global batch.
+"""Plan-independent loss: the sum of token losses / number of trained tokens of the global batch.
 
-Every rank adds its own tokens' share and gradients are summed over ranks, so it does not matter which ranks ran a
-sequence together. A mean per group or per rank would weigh tokens by how the plan happened to pack them.
+Every rank adds its own tokens' share and gradients are summed over ranks, so the loss does not depend on how sequences
+are distributed. A mean per group or per rank would weigh tokens by how the plan packed them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.loss.fused_loss import linear_token_loss_sum
 from fcp_cli.runtime.loss.labels import IGNORED
 
-_GATHERED_SHARE = 0.9  # of tokens with labels, up to which copying their rows costs less than it saves
+_GATHERED_SHARE = 0.9  # fraction of tokens with labels, up to which gathering their rows pays off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Labels:
-    """The labels of one rank's tokens.
+    """Labels of one rank's tokens.
 
     Attributes:
         values: [1, tokens] int64, `IGNORED` if there is nothing to predict.
-        rows: [labelled] int64, the tokens that have one; None if nearly all have.
-        weights: [1, tokens] factors on the tokens' losses; None: all 1.
+        rows: [labelled] int64 indices of tokens with labels; None if nearly all have one.
+        weights: [1, tokens] factors on the tokens' losses, or None for 1.
     """
 
     values: Tensor
@@ -35,7 +35,7 @@ class Labels:
 
 
 def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the labelled tokens' cross entropies, in at least fp32; 0 (with zero gradients) if none is.
+    """Return the sum of the labelled tokens' cross entropies, in at least fp32; 0 (with zero gradients) without labels.
 
     Args:
         logits: [1, tokens, vocabulary].
@@ -46,12 +46,12 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> Tensor:
-    """Return the weighted `token_loss_sum` for the logits of a head, which never exist as a whole.
+    """Return the weighted `token_loss_sum` of a head's logits without materializing all of them.
 
     Args:
         hidden: [1, tokens, width], input of the head.
         head: a linear layer, or its weight [vocabulary, width]; it may be frozen, or tied to the embedding.
-        labels: the labels of the tokens.
+        labels: labels of the tokens.
     """
     weight, bias = (head, None) if isinstance(head, Tensor) else (head.weight, head.bias)
     if hasattr(weight, "device_mesh"):
@@ -69,11 +69,13 @@ def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> T
 
 
 def labelled_rows(labels: Tensor) -> Tensor | None:
-    """Return [labelled] which tokens of labels [1, tokens] have one; None if skipping the others gains nothing."""
+    """Return the indices [labelled] of tokens with labels, given [1, tokens]; None if skipping the others does not pay
+    off.
+    """
     rows = (labels[0] != IGNORED).nonzero().squeeze(1)
     return rows if len(rows) <= _GATHERED_SHARE * labels.shape[1] else None
 
 
 def next_token_labels(tokens: Tensor) -> Tensor:
-    """Return [n] the label of each token of one sequence: the next token, `IGNORED` at the end."""
+    """Return the next-token labels [n] of one sequence: the next token, `IGNORED` at the end."""
     return torch.cat((tokens[1:], tokens.new_full((1,), IGNORED)))
