@@ -1,1 +1,1 @@
-"""Measurements of each step on every rank, their way to rank 0, and the one place where they are written."""
+"""Measurements of each step: taken on every rank, collected and written by rank 0."""

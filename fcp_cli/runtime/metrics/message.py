@@ -1,4 +1,4 @@
-"""One rank's measurement of one step as the bytes that rank 0 gets: a vector of float64, which holds counts exactly."""
+"""One rank's measurement of one step, encoded for rank 0 as a float64 vector, which holds counts exactly."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class RankMeasurement:
     """Measurement of a step by one rank.
 
     Attributes:
-        seconds: the time from the end of the step before to the end of this one.
-        loss_sum: the loss sum of the rank's tokens.
-        denominator: this rank's part of the denominator of all ranks' sums; 0 on all if no loss is known.
-        peak_bytes: the most memory that the rank has had.
-        timings: the timings of its micro-batches, in order.
+        step: optimizer step.
+        seconds: time from the end of the previous step to the end of this one.
+        loss_sum: sum of the rank's token losses.
+        denominator: this rank's share of the loss denominator; 0 on all ranks if there is no loss.
+        peak_bytes: peak memory of the rank so far.
+        timings: timings of its micro-batches, in order.
     """
 
     step: int
@@ -40,7 +41,7 @@ class RankMeasurement:
 
     @classmethod
     def decode(cls, message: bytes) -> RankMeasurement:
-        """Return the measurement that `encode` encoded."""
+        """Return the measurement encoded by `encode`."""
         values = np.frombuffer(message, dtype="<f8")
         step, seconds, loss_sum, denominator, peak_bytes = values[:_HEADER].tolist()
         return cls(
@@ -59,11 +60,11 @@ def measured_record(
     """Return the record of a step that all ranks have finished.
 
     Args:
-        plan: the step in the plan.
-        ranks: their measurements, rank 0 first.
-        loss: the loss of the step.
-        is_first: whether the loop began with it, so that its seconds count warming up.
-        facts: further fields of a step's record.
+        plan: the planned step.
+        ranks: measurements of all ranks, in rank order.
+        loss: loss of the step.
+        is_first: whether it is the loop's first step, whose time includes warm-up.
+        facts: further fields of the record.
     """
     return step_record(
         plan,
@@ -77,6 +78,6 @@ def measured_record(
 
 
 def mean_loss(ranks: Mapping[int, RankMeasurement]) -> float:
-    """Return the step's loss from the sums of all ranks; NaN if they know none."""
+    """Return the step's loss over all ranks; NaN if there is none."""
     denominator = sum(rank.denominator for rank in ranks.values())
     return sum(rank.loss_sum for rank in ranks.values()) / denominator if denominator else math.nan

@@ -1,8 +1,8 @@
-"""Measure the steps of a loop of any framework, and write them down on rank 0 (`fcp-metrics/1`).
+"""Measure the steps of a training loop of any framework, and write them on rank 0 (`fcp-metrics/1`).
 
-A rank notes marks of its clock, which costs the host microseconds and never makes it wait for the device. Once the
-device has passed a step's last mark, in a later micro-batch, the rank leaves its measurement in the job's store, and
-rank 0 writes the step when all ranks have.
+A rank records clock marks, which costs the host microseconds and never waits for the device. Once the device has passed
+a step's last mark, in a later micro-batch, the rank sends its measurement through the job's store. Rank 0 writes the
+step when it has those of all ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, 
 from fcp_cli.runtime.metrics.running_step import RunningStep
 from fcp_cli.runtime.metrics.timing import clock_for
 
-_LOOK_SECONDS = 0.5  # between two looks of rank 0 for messages, while a step runs
-_LAST_SECONDS = 30.0  # that rank 0 waits for the other ranks' last messages when the loop is over
+_LOOK_SECONDS = 0.5  # between rank 0's polls for messages, while a step runs
+_LAST_SECONDS = 30.0  # timeout for the other ranks' last messages when the loop is over
 _PLANS_AHEAD = 2
 
 
@@ -46,23 +46,22 @@ AnyStep = TypeVar("AnyStep", bound=FollowedStep)
 
 
 class Recorder:
-    """Measures one rank's steps, and on rank 0 writes those of all.
+    """Measures one rank's steps; on rank 0, writes those of all ranks.
 
-    A failure to write or to reach rank 0 ends the metrics with one line, not the training.
+    If writing or reaching rank 0 fails, recording stops with one line, and training continues.
 
     Args:
-        path: the metrics file.
+        path: metrics file.
         plan: plan file.
-        metadata: the metadata of the plan.
-        rank: the rank of the plan; one process of it records.
-        device: the device of the rank.
-        store: the job's rendezvous store.
+        metadata: metadata of the plan.
+        rank: rank in the plan; one process per rank records.
+        device: device of the rank.
+        store: rendezvous store of the job.
 
     Attributes:
-        listeners: called on rank 0 with each record that was written.
-        followed: steps of a stream, as they are followed; None: they are read from the plan.
-        utilisation: on rank 0, the function from a step's plan and seconds to the share of the devices' peak, if it is
-            known.
+        listeners: called on rank 0 with each written record.
+        followed: steps of a stream in the order they are trained, or None to read them from the plan.
+        utilisation: on rank 0, maps a step's plan and seconds to the fraction of peak FLOP/s (MFU), or None if unknown.
     """
 
     def __init__(
@@ -80,15 +79,15 @@ class Recorder:
         self._plans: Prefetched[StepPlan] | None = None
         self._first_step = self._next_step = -1
         self._current: RunningStep | None = None
-        self._waiting: deque[RunningStep] = deque()  # over, but perhaps not for the device
-        self._uncollected: deque[RunningStep] = deque()  # of rank 0, which other ranks may not have left yet
+        self._waiting: deque[RunningStep] = deque()  # over, but perhaps not yet on the device
+        self._uncollected: deque[RunningStep] = deque()  # on rank 0: steps whose messages of other ranks are missing
         self._looked = 0.0
         self._hook: Any = None
         _recorders.add(self)
 
     @property
     def is_open(self) -> bool:
-        """Return whether it records, or will."""
+        """Return whether it records now or can be opened."""
         return self._mailbox is not None
 
     def open(self, first_step: int, **facts: Any) -> None:
@@ -96,13 +95,13 @@ class Recorder:
 
         Args:
             first_step: optimizer step.
-            facts: the facts for the run's record, overriding the recorder's own.
+            facts: fields that override those of the `run` record.
         """
         if first_step == self._next_step:
             return
         self.flush()
         self._first_step = self._next_step = first_step
-        if self._mailbox is not None:  # a loop before may have left messages of the same steps
+        if self._mailbox is not None:  # an earlier loop may have left messages of the same steps
             self._mailbox = MetricsMailbox(self._store, self._metadata.num_ranks, loop=next(_loops))
         if self._hook is None:
             self._hook = register_optimizer_step_post_hook(_ends_step(weakref.ref(self)))
@@ -116,7 +115,7 @@ class Recorder:
         self._writer = self._writer or MetricsWriter(self.path)
         if self._plans is not None:
             self._plans.close()
-        # Of a stream the steps exist when they are followed, and in memory: nothing is to be read ahead.
+        # Steps of a stream are in memory once they are trained: there is nothing to read ahead.
         is_planned = self.followed is None
         plans = PlanReader(self._plan).steps(first_step) if self.followed is None else _taken(self.followed)
         self._plans = Prefetched(plans, depth=_PLANS_AHEAD if is_planned else 0, name="fcp-metrics")
@@ -124,7 +123,7 @@ class Recorder:
         self.write({**run_record(self._plan, self._metadata, first_step=first_step, **device), **facts})
 
     def recorded(self, steps: Generator[AnyStep, None, None]) -> Generator[AnyStep, None, None]:
-        """Yield the steps of a loop, each measured from when it is asked for to its last optimizer step."""
+        """Yield the steps of a loop, measuring each from its request to its last optimizer step."""
         try:
             while True:
                 begin = self._clock.mark()
@@ -140,7 +139,7 @@ class Recorder:
             self.flush()
 
     def begin(self, step: int, predicted_seconds: float, begin: Any = None) -> RunningStep:
-        """Begin to measure a step; without a mark of its start, now."""
+        """Start to measure a step, at mark `begin` or now."""
         self.end()
         self._current = RunningStep(
             step=step, predicted_seconds=predicted_seconds, begin=self._clock.mark() if begin is None else begin
@@ -148,12 +147,12 @@ class Recorder:
         return self._current
 
     def enter(self) -> None:
-        """Note that a micro-batch begins."""
+        """Record the start of a micro-batch; sends measurements that have become available."""
         if self._waiting or self._uncollected:
             self._advance()
 
     def end(self) -> None:
-        """Note that the current step is over, if it is whole; a step that was left in its midst is forgotten."""
+        """Record the end of the current step; an incomplete step is dropped."""
         record, self._current = self._current, None
         if record is None or not record.is_whole:
             return
@@ -163,20 +162,20 @@ class Recorder:
         self._advance()
 
     def note_update(self, learning_rate: Any) -> None:
-        """Note that an optimizer has stepped; the last one ends the step."""
+        """Record that an optimizer has stepped; the last one before `end` ends the step."""
         if self._current is not None and self._current.is_whole:
             self._current.end = self._clock.mark()
             if isinstance(learning_rate, float):
                 self._current.facts.setdefault("learning_rate", learning_rate)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record on rank 0, behind the steps that are over, and show it to the listeners."""
+        """Write a record on rank 0, after all finished steps, and pass it to the listeners."""
         if self._uncollected:
             self.flush()
         self._write(record)
 
     def flush(self) -> None:
-        """Publish finished steps, waiting for the device; rank 0 writes those that all ranks have published."""
+        """Send finished steps, waiting for the device; rank 0 writes those that all ranks have sent."""
         self._advance(waits=True)
         until = time.monotonic() + _LAST_SECONDS
         while self._uncollected and time.monotonic() < until:
@@ -195,7 +194,7 @@ class Recorder:
                 self._writer.sync()
 
     def close(self) -> None:
-        """Write finished steps, and close the file, without waiting for failed ranks."""
+        """Write finished steps and close the file; after an exception, do not wait for other ranks."""
         if hasattr(sys, "last_value"):
             self._advance()
         else:
@@ -211,7 +210,7 @@ class Recorder:
         self._writer, self._plans, self._mailbox = None, None, None
 
     def _advance(self, *, waits: bool = False) -> None:
-        """Leave the steps that the device has passed, and on rank 0 look for those of all ranks now and then."""
+        """Send the steps that the device has finished; on rank 0, poll for those of all ranks once in a while."""
         try:
             while self._waiting and (waits or self._clock.has_passed(self._waiting[0].end)):
                 record = self._waiting.popleft()
@@ -232,7 +231,7 @@ class Recorder:
             while self._uncollected and self._mailbox is not None:
                 try:
                     ranks = self._mailbox.collect(self._uncollected[0].step)
-                except MessageLostError:  # one step less, and those after it as before
+                except MessageLostError:  # skip this step only
                     self._uncollected.popleft()
                     continue
                 if ranks is None:
@@ -261,7 +260,7 @@ class Recorder:
             listener(record)
 
     def _give_up(self, error: BaseException) -> None:
-        """End the metrics with one line: they are no reason to end a training."""
+        """Stop recording with one line: failing metrics must not abort training."""
         if self._mailbox is not None and self.rank == 0:
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             _say(f"the metrics {self.path} end here: {line}")
@@ -273,11 +272,11 @@ class Recorder:
 def recorder_of(
     path: str | Path | None, *, plan: Path, metadata: PlanMetadata, rank: int, device: torch.device
 ) -> Recorder | None:
-    """Return the recorder of a loop's steps; None if no file is named, or this process records a loop there already.
+    """Return a recorder for a loop's steps, or None without a file or if this process already records into it.
 
     Args:
-        path: the path of the metrics; None: FCP_METRICS.
-        plan, metadata, rank, device: the plan, metadata, rank and device, as `Recorder` takes them.
+        path: metrics file, or None for FCP_METRICS.
+        plan, metadata, rank, device: as for `Recorder`.
     """
     path = path or os.environ.get(METRICS_VARIABLE)
     if not path or any(one.is_open and one.path == Path(path) for one in _recorders):
@@ -298,12 +297,12 @@ def _taken(steps: deque[StepPlan]) -> Iterator[StepPlan]:
         yield steps.popleft()
 
 
-_loops = itertools.count(1)  # of this process; all ranks run the same ones
-_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()  # two that write the same file would mix their steps
+_loops = itertools.count(1)  # of this process; all ranks run the same loops
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()  # two recorders of one file would mix their steps
 
 
 def _ends_step(recorder: weakref.ref[Recorder]) -> Callable[..., None]:
-    """Return a hook of all optimizers."""
+    """Return a hook that ends the recorder's step after each optimizer step."""
 
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         found = recorder()

@@ -1,4 +1,4 @@
-"""Start of a run's metrics, for any framework: the folder, the file and its first line."""
+"""Start of a run's metrics in any framework: its folder, file and first line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODEL_VARIABLE = "FCP_MODEL"
 def begin_metrics(path: Path, first_step: int) -> None:
     """Begin or resume the metrics of a run: own its folder, and drop the records of steps that will run again.
 
-    Rank 0 calls it, also for a job that fcp prepared and another launcher started.
+    Rank 0 calls it, also in a job that fcp prepared but another launcher started.
     """
     _own_folder_of(path)
     drop_steps_from(path, first_step)
@@ -38,11 +38,13 @@ def _own_folder_of(metrics: Path) -> None:
 
 
 def run_record(plan: Path, metadata: PlanMetadata, *, first_step: int, device: str, **facts: str) -> dict[str, Any]:
-    """Return the `run` record of a loop that begins.
+    """Return the `run` record at the start of a loop.
 
     Args:
-        device: its kind.
-        facts: the device's name, the framework's version.
+        plan, metadata: plan file and its metadata.
+        first_step: optimizer step.
+        device: device type.
+        facts: device name and framework version.
     """
     return {
         "format": FORMAT,
@@ -52,7 +54,7 @@ def run_record(plan: Path, metadata: PlanMetadata, *, first_step: int, device: s
         "num_ranks": metadata.num_ranks,
         "ranks_per_node": metadata.ranks_per_node,
         "sync": metadata.sync,
-        # The plan's cost profile may be of a model that was assumed; a script's own is known if somebody named it.
+        # Not the cost profile's model, which may be a placeholder: the script's model is only known if given.
         "model": os.environ.get(_MODEL_VARIABLE),
         "device": device,
         **facts,

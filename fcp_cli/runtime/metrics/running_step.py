@@ -1,4 +1,4 @@
-"""One step of a rank as it runs: marks of its clock, and its share of the loss, until the device has passed them."""
+"""A running step of one rank: clock marks and loss share, until the device has passed them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fcp_cli.runtime.metrics.timing import Clock
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RunningStep:
-    """One step of this rank, as it runs.
+    """One running step of this rank.
 
     Attributes:
         step: optimizer step.
-        begin, end: marks of its start and of its end, when the optimizer has stepped; None until then.
+        begin, end: marks of its start, and of its end after the last optimizer step; `end` is None before.
         marks: (order, begin, end) of each micro-batch.
-        predicted_seconds: makespan of the step in the plan.
+        predicted_seconds: planned makespan of the step.
         loss_sum, denominator: sum of the rank's token losses and its share of the loss denominator, in host memory or
-            on the way there; None if the loop has no loss.
+            being copied there; None if the loop has no loss.
         is_whole: whether all its micro-batches have run.
-        facts: figures of the loop: `loss`, `grad_norm`, `learning_rate`, `bad_rows`.
+        facts: values from the loop: `loss`, `grad_norm`, `learning_rate`, `bad_rows`.
     """
 
     step: int
@@ -39,16 +39,18 @@ class RunningStep:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def note_loss(self, sums: list[Tensor], denominator: int | Tensor) -> None:
-        """Note the micro-batches' losses (0-d), and the rank's part of their denominator; the host waits for none."""
+        """Record the micro-batches' losses (0-d) and the rank's share of the denominator, without waiting for the
+        device.
+        """
         if sums:
             total = (torch.stack(sums) if len(sums) > 1 else sums[0]).detach().double().sum()
             self.loss_sum = _on_host(total)
             self.denominator = _on_host(torch.as_tensor(denominator, dtype=torch.float64))
 
     def measured(self, clock: Clock, device: torch.device) -> RankMeasurement:
-        """Return the measurements; on a device, wait until it has passed the end."""
+        """Return the measurements; waits for the device to pass the end."""
         start = self.marks[0][1] if self.marks else self.begin
-        seconds = clock.seconds(self.begin, self.end)  # once this is known, so are the copies
+        seconds = clock.seconds(self.begin, self.end)  # waits for the device, so the copies are complete, too
         knows_loss = self.loss_sum is not None and self.denominator is not None
         return RankMeasurement(
             step=self.step,
@@ -70,7 +72,7 @@ def _on_host(value: Tensor) -> Tensor:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank has had allocated on its device, or on a host all that it has had."""
+    """Return the peak bytes allocated on this rank's device; on a CPU, the peak resident set size."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     most: int = torch.get_device_module(device).max_memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Measure when each micro-batch ran, without making the host wait for the device."""
+"""Measure when each micro-batch ran, without blocking the host."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchTiming:
-    """One micro-batch of one rank as it ran, counted from the rank's start of the step.
+    """Timing of one micro-batch of one rank, relative to the rank's start of the step.
 
-    Under DDP and FSDP2 the last micro-batch of a step includes the reduction of the gradients.
+    Under DDP and FSDP2 the last micro-batch of a step includes the gradient reduction.
     """
 
     order: int
@@ -22,23 +22,23 @@ class MicroBatchTiming:
 
 
 class Clock:
-    """A clock for the CPU, whose work is done when the call returns."""
+    """Clock for the CPU, whose work is done when a call returns."""
 
     def mark(self) -> Any:
         """Return a point in time on the device; costs the host microseconds."""
         return time.perf_counter()
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """Return the seconds between two marks; wait until the device has passed both."""
+        """Return the seconds between two marks; waits until the device has passed both."""
         return float(later - earlier)
 
     def has_passed(self, mark: Any) -> bool:
-        """Return whether the device has come to a mark; never wait. Any thread may ask."""
+        """Return whether the device has passed a mark; never wait. Thread-safe."""
         return True
 
 
 class DeviceClock(Clock):
-    """A clock for an accelerator: events on its current stream."""
+    """Clock for an accelerator: events on its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
