@@ -1,1 +1,1 @@
-"""Follow a plan that is made while the training runs, from sequences that are known when they come."""
+"""Follow a plan that is made during training, from sequences whose lengths are only known as they arrive."""

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a job about its planning: on a separate group, in host memory."""
+"""Messages between ranks for online planning: on a separate group, in host memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, RunError
 
-_PATIENCE = timedelta(days=7)  # data may take its time: that it does not come yet is no hang
+_PATIENCE = timedelta(days=7)  # data may take long to arrive, which is not a hang
 
 
 class Control(Protocol):
-    """All ranks of a job, as their planning needs them. Every rank calls the same methods in the same order."""
+    """All ranks of a job, for online planning. Every rank calls the same methods in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -27,16 +27,16 @@ class Control(Protocol):
     def size(self) -> int: ...
 
     def from_rank(self, rank: int, message: bytes) -> bytes:
-        """Return the message of one rank."""
+        """Broadcast the message of one rank."""
         ...
 
     def table(self, words: list[int]) -> IntArray:
-        """Return the messages of all ranks, [ranks, words], as many words each."""
+        """All-gather words, equally many from each rank: [ranks, words]."""
         ...
 
 
 class ProcessControl:
-    """The processes of torch.distributed. Every rank makes it, in the same order as other groups."""
+    """Ranks as processes of torch.distributed. Every rank creates it, in the same order as other groups."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE, group_desc="planning")
@@ -66,7 +66,7 @@ class ProcessControl:
 
 
 def on_rank_0(control: Control, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run something on rank 0 and return its result, or raise its error, on all ranks. Every rank calls it."""
+    """Run a function on rank 0; return its result, or raise its error, on all ranks. Every rank calls it."""
     told: dict[str, Any] = {}
     if control.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""Follow the steps of a stream as one rank sees them, as `runtime.data.cursor` follows those of a plan file."""
+"""Follow the steps of a stream from one rank's view, as `runtime.data.cursor` does for a plan file."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PLAN: Final = "plan.parquet"
 
 
 class PlansStreams(Protocol):
-    """A `fcp_cli.Planner`."""
+    """Planner with settings for streams: a `fcp_cli.Planner`."""
 
     def online(self) -> OnlineSettings: ...
 
 
 def online_settings(planner: PlansStreams | OnlineSettings | None) -> OnlineSettings:
-    """Return the planning settings of a stream: by the planner, or by `fcp launch --online`."""
+    """Return the planning settings of a stream: those of the planner, else of `fcp launch --online`."""
     if isinstance(planner, OnlineSettings):
         return planner
     if planner is not None:
@@ -39,18 +39,18 @@ def online_settings(planner: PlansStreams | OnlineSettings | None) -> OnlineSett
 
 
 def stream_plan_path(given: str | Path | None) -> Path:
-    """Return the path of a stream's plan: as given, else the one of `fcp launch`, else in this folder."""
+    """Return the path of a stream's plan: the given one, else FCP_PLAN, else `plan.parquet` in the current folder."""
     return Path(given or os.environ.get("FCP_PLAN") or _PLAN)
 
 
 class StreamCursor:
-    """An iterator over this rank's steps of a stream.
+    """Iterator over this rank's steps of a stream.
 
     Args:
-        source: plans the steps; opened here.
+        source: planner of the steps; opened here.
         rank: global rank.
-        first_step: optimizer step to begin with.
-        end_step: says the step that comes after the last one that was trained.
+        first_step: optimizer step to start at.
+        end_step: returns the step after the last trained one.
     """
 
     def __init__(self, source: StreamSource, rank: int, *, first_step: int, end_step: Callable[[], int]) -> None:
@@ -60,7 +60,7 @@ class StreamCursor:
         self._steps = source.steps()
 
     def first(self) -> Iterator[StepPlan]:
-        """Yield the first step, which is still to come when iterating; nothing if the stream has none."""
+        """Yield the first step without consuming it; nothing if the stream is empty."""
         step = next(self._steps, None)
         if step is not None:
             self._steps = chain([step], self._steps)
@@ -70,5 +70,5 @@ class StreamCursor:
         return map(self._view.step, self._steps)
 
     def close(self) -> None:
-        """Leave the stream; the trained steps are written as a plan."""
+        """Leave the stream; writes the trained steps as a plan."""
         self._source.close(self._end_step())

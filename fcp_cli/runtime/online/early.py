@@ -1,4 +1,4 @@
-"""Starts the planner process of a job without a plan at once, so that it imports and loads while the script does."""
+"""Start the planner process of a job without a plan early, so that it imports and loads in parallel with the script."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-_waiting: list[subprocess.Popen[bytes]] = []  # started early, for the job that asks first
+_waiting: list[subprocess.Popen[bytes]] = []  # started early; the first caller of `planner_process` gets it
 
 
 def start_early(environment: Mapping[str, str]) -> None:
-    """Start the planner process on rank 0 of a job that has no plan; it ends with this process if nothing trains."""
+    """Start the planner process on rank 0 of a job without a plan; it ends with this process if nothing trains."""
     if environment.get("RANK") != "0" or "FCP_PLANNING" not in environment:
         return
     from fcp_cli.plan.metadata.job_facts import has_no_plan

@@ -1,4 +1,4 @@
-"""Items of a stream: sequences by their ids and lengths, or as rows with their tokens; read in whole batches."""
+"""Items of a stream: sequences as ids and lengths, or as rows with their tokens, read in whole batches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Item:
     """One sequence of a stream.
 
     Attributes:
-        length: tokens.
+        length: number of tokens.
         given: its id, which `fetch` takes, or its row.
-        is_row: whether it is a row.
-        factors: work factors besides the length, by their names in a manifest.
+        is_row: whether `given` is a row.
+        factors: work factors besides the length, by manifest column.
     """
 
     length: int
@@ -69,11 +69,12 @@ def row_of(given: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadBatch:
-    """The sequences of one step.
+    """Sequences of one step.
 
     Attributes:
-        step: the step that trains them.
-        first_sequence: number in the stream of the first one.
+        step: optimizer step that trains them.
+        first_sequence: number of the first one in the stream.
+        items: the sequences.
     """
 
     step: int
@@ -81,7 +82,7 @@ class ReadBatch:
     items: Sequence[Item]
 
     def columns(self) -> pa.Table:
-        """Return the planner process's message about the sequences."""
+        """Return the table of the sequences for the planner process."""
         items = self.items
         try:
             columns: dict[str, Any] = {"length": np.array([item.length for item in items], dtype=np.int64)}
@@ -98,7 +99,7 @@ class ReadBatch:
 
 
 def read_batches(stream: Iterable[Any], settings: OnlineSettings, *, step: int, sequence: int) -> Iterator[ReadBatch]:
-    """Read a stream in whole batches; the first has the number `step`, and its first sequence `sequence`."""
+    """Read a stream in whole batches, numbering steps from `step` and sequences from `sequence`."""
     for number, items in enumerate(_batches(iter(stream), settings, sequence), start=step):
         yield ReadBatch(step=number, first_sequence=sequence, items=items)
         sequence += len(items)

@@ -1,4 +1,4 @@
-"""Begin to plan a job that was launched without a plan: the ranks read their data's lengths, rank 0 plans."""
+"""Plan a job that was launched without a plan: ranks read the lengths of their data, and rank 0 plans."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fcp_cli.validation import validated
 
 
 class Lengths(Protocol):
-    """The tokens and pictures of each row of a loop's training data, in the columns of a manifest."""
+    """Tokens and images of each row of a loop's training data, as columns of a manifest."""
 
     def known(self) -> pa.Table | None:
-        """Return the columns known from the data's storage or an earlier job; None: rows must be read."""
+        """Return the columns known from the data's storage or an earlier job, or None if rows must be read."""
         ...
 
     def read(self, rows: range) -> pa.Table:
-        """Read these rows, and return their columns."""
+        """Read the given rows and return their columns."""
         ...
 
     def keep(self, table: pa.Table) -> None:
@@ -42,13 +42,13 @@ class Lengths(Protocol):
 
 
 def job_source(plan: Path, control: Control, lengths: Lengths, facts: Callable[[], JobFacts]) -> JobSource:
-    """Return the steps of a job that was launched without a plan, which begin to be planned. Every rank calls it.
+    """Start to plan a job that was launched without a plan, and return its steps. Every rank calls it.
 
     Args:
-        plan: the plan where the plan is to be.
-        control: all ranks.
-        lengths: the lengths of this rank's training data.
-        facts: the facts of the loop; may refuse it.
+        plan: path of the plan to write.
+        control: messages between ranks.
+        lengths: lengths of this rank's training data.
+        facts: returns the facts of the loop, or raises if it is not supported.
     """
     job = _together(control, facts)
     found = _agreed_rows(control, lengths)
@@ -65,7 +65,7 @@ def job_source(plan: Path, control: Control, lengths: Lengths, facts: Callable[[
 
 
 def _together(control: Control, run: Callable[[], Any]) -> Any:
-    """Return the result of `run`, or raise the first rank's error on all ranks."""
+    """Return the result of `run`, or raise the first failed rank's error on all ranks."""
     found, fault = None, ""
     try:
         found = run()
@@ -78,7 +78,7 @@ def _together(control: Control, run: Callable[[], Any]) -> Any:
 
 
 def _agreed_rows(control: Control, lengths: Lengths) -> pa.Table:
-    """Return the columns of all rows, after making sure that all ranks have the same data, as far as they can tell."""
+    """Return the columns of all rows; raise if their number, or columns known in advance, differ between ranks."""
     known: pa.Table | None = _together(control, lengths.known)
     rows = control.table([len(lengths), known is not None])
     if (rows[:, 0] != rows[0, 0]).any():
@@ -96,7 +96,7 @@ def _agreed_rows(control: Control, lengths: Lengths) -> pa.Table:
 
 
 def _read_together(control: Control, lengths: Lengths) -> pa.Table:
-    """Read every row on one of the ranks; that others have the same is seen when they load theirs."""
+    """Read every row on a single rank. If others have different rows, they notice when they load theirs."""
     mine = range(control.rank, len(lengths), control.size)
     own = table_bytes(_together(control, lambda: lengths.read(mine)))
     read = pa.concat_tables([table_of(control.from_rank(rank, own)) for rank in range(control.size)])

@@ -1,4 +1,4 @@
-"""Steps of a job that was launched without a plan: rank 0's planner process plans them a few ahead of the loop."""
+"""Steps of a job that was launched without a plan: rank 0's planner process plans them ahead of the loop."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fcp_cli.runtime.online.control import Control
 from fcp_cli.runtime.online.process import JobProcess
 from fcp_cli.runtime.online.source import END, STEPS, StreamSource, joined_message
 
-_FIRST_STEPS: Final = 2  # planned before the loop begins
+_FIRST_STEPS: Final = 2  # planned before the loop starts
 _STEPS_AT_ONCE: Final = 8
-# Measured before times are fitted to it: a minute of training, or its steps if they are short.
+# Measurements to collect before fitting times: a minute of training, or this many steps if they are short.
 _MEASURED_SECONDS: Final = 60.0
 _MEASURED_STEPS: Final = 64
 _MEASURED_MICROBATCHES: Final = 32
 
 
 class JobSource(StreamSource):
-    """The steps of a job, whose sequences are the rows of its manifest.
+    """Steps of a job whose sequences are the rows of its manifest.
 
     Args:
-        settings: the settings of the plan, with all its steps.
-        path: the path of the plan that is to be.
+        settings: settings of the plan, with all its steps.
+        path: path of the plan to write.
         control: messages between ranks.
         lengths: [rows] tokens of the training data.
-        process: the process that plans; None on ranks other than 0.
+        process: planner process on rank 0; None on other ranks.
     """
 
     follows_manifest = True
@@ -45,12 +45,12 @@ class JobSource(StreamSource):
         self.lengths = lengths
         self._planner = process
         self._wants_measurements = process is not None and bool(process.opened["wants_measurements"])
-        self._rows: deque[int] | None = None  # of this rank, in the order of its micro-batches
+        self._rows: deque[int] | None = None  # rows of this rank, in the order of its micro-batches
 
     def rows_ahead(self) -> Iterator[int | None]:
-        """Yield the rows that this rank needs, in order, without end; None if the next is not planned yet.
+        """Yield the rows that this rank needs, in order and without end; None if the next one is not planned yet.
 
-        To be called before the first step is planned.
+        Call it before the first step is planned.
         """
         self._rows = deque()
         return self._taken_rows(self._rows)
@@ -77,7 +77,7 @@ class JobSource(StreamSource):
         return joined_message({"state": STEPS}, steps_bytes(steps))
 
     def _fit_times(self, due: int) -> None:
-        """Have the steps from here on planned by measured times, once enough was trained; only rank 0 plans."""
+        """Plan further steps with measured times, once enough steps were trained; only rank 0 plans."""
         assert self._planner is not None
         if self._wants_measurements and self.measured.has(
             seconds=_MEASURED_SECONDS, steps=_MEASURED_STEPS, micro_batches=_MEASURED_MICROBATCHES
@@ -92,4 +92,4 @@ class JobSource(StreamSource):
                     self._rows.extend(step.microbatch(int(order)).sequences)
 
     def _forget(self, step: StepPlan) -> None:
-        """Rows stay readable."""
+        """Keep nothing to forget: rows remain readable."""

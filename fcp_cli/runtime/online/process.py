@@ -1,4 +1,4 @@
-"""The planner process of this one: started, driven through its pipes, and ended with them."""
+"""Planner process of this rank: started, driven through its pipes, and ended with them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fcp_cli.runtime.online.items import ReadBatch
 
 
 class PlanningProcess:
-    """Plans steps of one job in a child process, which ends when this process does, however that is.
+    """Plans steps of one job in a child process, which ends with this process in any case.
 
     Attributes:
-        opened: the recorded `refits`, the step that earlier starts have `planned_to`, and facts of a subclass's own.
+        opened: the journal's `refits`, the step that earlier runs have `planned_to`, and facts of the subclass.
     """
 
     def __init__(self, opening: Mapping[str, Any], table: bytes = b"") -> None:
@@ -32,7 +32,7 @@ class PlanningProcess:
         self.opened: Mapping[str, Any] = self._answer().facts
 
     def refit(self, first_step: int, measured: bytes) -> Mapping[str, Any]:
-        """Return the `refit` from a step on, None without a change, and a `line` about it.
+        """Return the `refit` that takes effect at a step (None without a change), and a `line` about it.
 
         Args:
             first_step: next step to plan.
@@ -42,11 +42,11 @@ class PlanningProcess:
         return self._answer().facts
 
     def close(self, end_step: int, *, is_stopped: bool = False) -> str | None:
-        """End the process at the step after the last that was trained; return the hash of the plan that it wrote.
+        """End the process; return the hash of the plan it wrote.
 
         Args:
-            end_step: the end step of the loop.
-            is_stopped: the loop was ended early; the rest of the plan is left to the next start.
+            end_step: the step after the last trained one.
+            is_stopped: whether the loop was ended early; the next run then continues the plan.
         """
         try:
             self._tell("close", {"end_step": end_step, "is_stopped": is_stopped})
@@ -56,7 +56,7 @@ class PlanningProcess:
             self.abandon()
 
     def abandon(self) -> None:
-        """Let the process end by itself; its plan is kept."""
+        """Let the process end by itself, keeping its plan."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
                 with suppress(OSError):
@@ -64,7 +64,7 @@ class PlanningProcess:
 
     def _tell(self, kind: str, facts: Mapping[str, Any], table: bytes = b"") -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # why it has ended, its last answer says
+        with suppress(OSError):  # if it has ended, its last answer contains the reason
             write_message(self._process.stdin, {"kind": kind, **facts}, table)
 
     def _answer(self) -> Message:
@@ -89,21 +89,21 @@ class StreamProcess(PlanningProcess):
         return steps_of(self._answer().table)
 
     def compare(self, batch: ReadBatch) -> None:
-        """Have a batch compared with the one trained before; the next answer says if it differs."""
+        """Compare a batch with the one trained before; the next answer is an error if they differ."""
         self._tell("trained", _facts_of(batch), table_bytes(batch.columns()))
 
     def adopt(self, refit: Mapping[str, Any]) -> None:
-        """Plan by a refit from its first step on."""
+        """Use a refit for planning from its first step on."""
         self._tell("adopt", {"refit": refit})
 
 
 class JobProcess(PlanningProcess):
-    """Plans the steps of a job whose data is known when it begins.
+    """Plans the steps of a job whose data is known from the start.
 
     Args:
         plan: path of the plan.
-        job, wish: the job and wish that it is made from.
-        rows: the rows of the training data, in the columns of a manifest.
+        job, wish: facts of the job, and planning options.
+        rows: rows of the training data, as columns of a manifest.
     """
 
     def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> None:
@@ -111,7 +111,7 @@ class JobProcess(PlanningProcess):
         super().__init__(opening, table_bytes(rows))
 
     def plan(self, first_step: int, steps: int) -> list[StepPlan]:
-        """Return so many planned steps, fewer at the end of the plan."""
+        """Return the next `steps` planned steps; fewer at the end of the plan."""
         self._tell("steps", {"first_step": first_step, "steps": steps})
         return steps_of(self._answer().table)
 

@@ -1,9 +1,9 @@
-"""One rank's part in planning while training: batches of a stream in, planned steps out, the same on all ranks.
+"""Online planning on one rank: consumes batches of a stream and yields planned steps, the same on all ranks.
 
-Three threads: one reads the stream, one has them planned and agrees on them with the other ranks, and the training
-loop takes steps. Both others run ahead of the loop by a limited number of steps, counted from the step that it asks
-for: all ranks ask for the same steps, so all ranks exchange messages equally often, and a rank that leaves its loop
-leaves none waiting.
+There are three threads: one reads the stream, one has batches planned and agrees on them with the other ranks, and the
+training loop takes steps. The first two run ahead of the loop by a bounded number of steps from the step it requests.
+All ranks request the same steps, so they exchange equally many messages, and a rank that leaves its loop leaves none
+waiting.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from fcp_cli.runtime.online.items import ReadBatch, read_batches, row_of
 from fcp_cli.runtime.online.measured import Measured, Refits
 from fcp_cli.runtime.online.process import StreamProcess
 
-STEPS, END, _FAULT, _LEFT = range(4)  # a rank's state of the next steps
-_LEAVING_SECONDS: Final = 10.0  # that a rank waits for the others when it leaves its loop
+STEPS, END, _FAULT, _LEFT = range(4)  # a rank's state for the next steps
+_LEAVING_SECONDS: Final = 10.0  # that a rank waits for its planning thread when it leaves the loop
 _LOOK_SECONDS: Final = 0.05
 
 
 class StreamSource:
-    """The steps of a stream, planned a few ahead of the training loop.
+    """Steps of a stream, planned a few ahead of the training loop.
 
     Args:
-        stream: the stream of the sequences; see `items`.
-        settings: the settings of the plan and the search.
-        path: the path of the plan that is to be.
+        stream: sequences; see `items`.
+        settings: settings of the plan and the search.
+        path: path of the plan to write.
         control: messages between ranks.
-        fetch: the function from an id, or a row, to the loader's item; None: rows are the items.
+        fetch: function from an id or row to the loader's item; None if rows are the items.
 
     Attributes:
         follows_manifest: whether its sequences are rows of a manifest, which the session itself fetches.
-        lengths: [rows] tokens of the manifest's rows, if it follows one.
-        followed: steps that the loop has asked for, oldest first; only the recorder of measured times takes them.
+        lengths: [rows] tokens of the manifest's rows, or None.
+        followed: steps that the loop has requested, oldest first; only the metrics recorder removes them.
         measured: on rank 0, the measured steps of all ranks.
-        is_stopped: whether somebody ends the loop early, so that the rest of a plan is left to the next start.
+        is_stopped: whether the loop is ended early, so that the next run continues the plan.
     """
 
     follows_manifest = False
@@ -67,8 +67,8 @@ class StreamSource:
         self._process: Any = None  # a PlanningProcess, on rank 0
         self._planned: queue.SimpleQueue[StepPlan | BaseException | None] = queue.SimpleQueue()
         self._batches: queue.SimpleQueue[ReadBatch | BaseException | None] = queue.SimpleQueue()
-        self._given: dict[int, tuple[Any, bool]] = {}  # sequence -> id or row, and whether it is a row
-        self._wanted = -1  # step that may be planned
+        self._given: dict[int, tuple[Any, bool]] = {}  # sequence -> (id or row, is_row)
+        self._wanted = -1  # last step that may be planned
         self._changed = threading.Condition()
         self._is_left = False
         self._handed: deque[StepPlan] = deque()
@@ -76,7 +76,7 @@ class StreamSource:
         self._reads: Callable[[], None] | None = None
 
     def open(self, first_step: int) -> None:
-        """Begin with a step; every rank calls it, with the same one."""
+        """Start at a step; every rank calls it with the same one."""
         self._agree_on_settings()
         opened = on_rank_0(self._control, lambda: self._begin_process(first_step))
         self._refits = Refits(self.settings.options.refit_every, opened, first_step)
@@ -90,7 +90,7 @@ class StreamSource:
         self.want(first_step)
 
     def want(self, step: int) -> None:
-        """Let steps be planned up to as many ahead of this one as the settings say."""
+        """Allow planning of steps up to `ahead` after this one."""
         with self._changed:
             self._wanted = max(self._wanted, step + self.settings.options.ahead)
             self._changed.notify_all()
@@ -104,11 +104,11 @@ class StreamSource:
             yield found
 
     def rows_ahead(self) -> Iterator[int | None]:
-        """Yield the manifest rows that this rank needs, in order; None if the next is not planned yet."""
+        """Yield the manifest rows that this rank needs, in order; None if the next one is not planned yet."""
         raise RunError("a PlanSampler reads rows of a manifest, which a stream lacks; pass fetch=...")
 
     def fetch(self, sequence: int) -> Any:
-        """Return the loader's item of one sequence of a planned step that is not trained yet."""
+        """Return the loader's item of a sequence, whose step is planned but not yet trained."""
         given, is_row = self._given[sequence]
         if self._fetch is not None:
             return self._fetch(given)
@@ -117,7 +117,7 @@ class StreamSource:
         return row_of(given)
 
     def hand_out(self, step: int) -> StepPlan:
-        """Return the plan of a step that the loop now trains, and forget the sequences of those before."""
+        """Return the plan of the step that the loop trains next, and drop the sequences of earlier steps."""
         while self._handed[0].step < step:
             for sequence in self._handed.popleft().sequences.tolist():
                 self._given.pop(sequence, None)
@@ -126,11 +126,11 @@ class StreamSource:
 
     @property
     def current(self) -> StepPlan:
-        """Return the plan of the step that the loop trains."""
+        """Return the plan of the current step."""
         return self._handed[0]
 
     def close(self, end_step: int) -> None:
-        """Leave the loop after the steps before `end_step`; rank 0 has their plan written."""
+        """Leave the loop before `end_step`; rank 0 writes the plan of the trained steps."""
         with self._changed:
             if self._is_left:
                 return
@@ -170,13 +170,13 @@ class StreamSource:
         return dict(self._process.opened)
 
     def _is_allowed(self, step: int) -> bool:
-        """Wait until this step may be planned; False once the loop is left before that."""
+        """Wait until this step may be planned; return False if the loop is left before."""
         with self._changed:
             self._changed.wait_for(lambda: self._wanted >= step or self._is_left)
             return self._wanted >= step
 
     def _begin_reading(self, first_step: int, opened: Mapping[str, Any]) -> Callable[[], None] | None:
-        """Return a function that reads the stream in a thread; None: there is nothing to read."""
+        """Return a function that reads the stream, to run in a thread; None if there is nothing to read."""
         over = self.settings.options.stream_begins == "over"
         step, sequence = (0, 0) if over else (first_step, int(opened["first_sequence"]))
 
@@ -191,13 +191,13 @@ class StreamSource:
                     due = batch.step + 1
                     self._batches.put(batch)
                 self._batches.put(None)
-            except BaseException as error:  # any error of the stream: the job must not wait for it
+            except BaseException as error:  # of any kind, or the job would wait for the stream forever
                 self._batches.put(error)
 
         return read
 
     def _agree(self) -> None:
-        """Have one step after the other planned, on all ranks, until the stream ends or one of them fails."""
+        """Plan step after step on all ranks, until the stream ends or a rank fails."""
         due = self._first_step
         try:
             while self._is_allowed(due):
@@ -215,7 +215,9 @@ class StreamSource:
             self._planned.put(error)
 
     def _refit(self, due: int) -> None:
-        """Refit the prices from a step on to measurements, or repeat an earlier start's refit. Every rank calls it."""
+        """Refit the cost profile to measurements, or repeat the refit of an earlier run at this step. Every rank calls
+        it.
+        """
         if self._refits.is_due(due):
             told = on_rank_0(self._control, lambda: self._measured_refit(due))
             self._refits.note(due, told["refit"])
@@ -232,7 +234,7 @@ class StreamSource:
             self._process.adopt(refit)
 
     def _next_steps(self, due: int) -> list[StepPlan] | None:
-        """Return the steps planned next; None if the stream has ended or the loop was left. Every rank calls it."""
+        """Return the next planned steps, or None if the stream has ended or the loop was left. Every rank calls it."""
         told = self._plan_steps(due) if self._control.rank == 0 else b""
         facts, table = _split(self._control.from_rank(0, told))
         state, fault = int(facts["state"]), str(facts.get("fault", ""))
@@ -248,7 +250,7 @@ class StreamSource:
         return steps if state == STEPS and _LEFT not in states else None
 
     def _plan_steps(self, due: int) -> bytes:
-        """Return the steps that are planned next as a message, or why there are none."""
+        """Return a message with the next planned steps, or with the reason why there are none."""
         assert self._process is not None
         try:
             batch = self._take_batch()
@@ -268,7 +270,7 @@ class StreamSource:
         return joined_message(facts, steps_bytes(steps))
 
     def _take_batch(self) -> ReadBatch | None:
-        """Return the batch that was read next; None at the end, or when the loop is left before it is there."""
+        """Return the next batch, or None if the stream has ended or the loop is left first."""
         while True:
             try:
                 found = self._batches.get(timeout=_LOOK_SECONDS if self._is_left else 0.5)
@@ -281,14 +283,14 @@ class StreamSource:
             return found
 
     def _note_given(self, facts: Mapping[str, Any], steps: list[StepPlan], due: int) -> None:
-        """Record the sequences of the steps; a rank that does not plan reads its own rows."""
+        """Record the sequences of the steps. Ranks that do not plan read their own rows, and compare their lengths."""
         if self._control.rank == 0:
             return
         if facts.get("ids") is not None:
             for place, given in enumerate(facts["ids"]):
                 self._given[facts["first_sequence"] + place] = (given, False)
             return
-        if not steps and self._reads is not None:  # it ends with ids, or before any row
+        if not steps and self._reads is not None:  # the stream has ids, or ended before any row
             return
         if self._reads is not None:
             self._start(self._reads, "fcp-stream")
