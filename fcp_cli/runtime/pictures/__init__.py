@@ -1,1 +1,1 @@
-"""Images and videos of a micro-batch: which rank encodes each, and the cache of embeddings."""
+"""Images and videos of a micro-batch: assignment to encoding ranks, and exchange of embeddings."""

@@ -1,8 +1,8 @@
-"""A rank that only encodes: it sends a wave's embeddings, and encodes the next while others run the language model.
+"""Dedicated encoder rank: sends a wave's embeddings, and encodes the next wave while others run the language model.
 
-Messages leave and arrive in the same order as on every other rank, so nothing can wait in a circle: embeddings of a
-wave, its gradients, embeddings of the next. Between the two the rank computes: first the next wave's forward, for which
-the others will wait, then the backward of the wave before, whose gradients have come.
+Messages are in the same order as on every other rank, so no cycle of waits can form: embeddings of a wave, its
+gradients, embeddings of the next. In between the rank computes: first the next wave's forward, which the others wait
+for, then the backward of the previous wave, whose gradients have arrived.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ Encode = Callable[[VisualShard | None], Tensor]
 
 
 class EncoderAhead:
-    """The encoder of one step on such a rank.
+    """Encoder of one step on a dedicated encoder rank.
 
     Args:
-        visuals: the visuals of the step's micro-batches, on the device, in order; None if a wave has no pictures.
+        visuals: images of the step's micro-batches, on the device, in order; None for a wave without images.
     """
 
     def __init__(self, visuals: list[VisualShard | None]) -> None:
         self._visuals = visuals
         self._next = 0
         self._ready: Tensor | None = None
-        self._sent: tuple[Tensor, Tensor] | None = None  # embeddings, and the copy that gets their gradient
+        self._sent: tuple[Tensor, Tensor] | None = None  # embeddings, and the leaf that gets their gradient
 
     def bring(self, encode: Encode, transport: Transport | None) -> Tensor:
-        """Send the embeddings of the next micro-batch [its parts' tokens, ...], and encode the one after it.
+        """Send the embeddings of the next micro-batch [its parts' tokens, ...], and encode those of the one after it.
 
         Returns:
-            An empty tensor, with the graph through which the embeddings' gradients arrive.
+            An empty tensor, through whose graph the embeddings' gradients arrive.
         """
         number, self._next = self._next, self._next + 1
         own = encode(self._visuals[number]) if self._ready is None else self._ready
@@ -60,7 +60,7 @@ class EncoderAhead:
 
 
 def require_ranks_apart(sync: GradientSync, encoder_ranks: int | None) -> None:
-    """Check, under a plan with encoder ranks, that no wrapper synchronises ranks in modules or misses backwards."""
+    """Raise RunError if the plan has encoder ranks but the model wrapper needs all ranks to run in step."""
     if encoder_ranks and not sync.lets_ranks_run_apart:
         raise RunError(
             "under a plan with encoder ranks these run ahead of the others, which DistributedDataParallel, FSDP2 and "

@@ -1,11 +1,10 @@
-"""The images and videos of a micro-batch: which rank encodes each, and whose tokens they become.
+"""Images and videos of a micro-batch: the rank that encodes each, and the ranks that hold its tokens.
 
-Stage 1: every rank encodes some parts (an image, a pair of frames, a tile), shared out so that their work is even,
-independent of the rank's tokens. Stage 2: an `exchange` takes each part's embeddings to the ranks that hold its
-tokens. Both follow from the sequences' tokens and sizes, which all ranks that share the work read; pixels are read only
-by the rank that encodes them.
+Stage 1: every rank encodes some parts (an image, a pair of frames, a tile), balanced by work and independent of the
+rank's tokens. Stage 2: an `exchange` sends each part's embeddings to the ranks that hold its tokens. Both follow from
+the sequences' tokens and sizes, which all ranks read; pixels are only read by the rank that encodes them.
 
-The work is shared by the members of one ring, or by all ranks of a wave: then the packs of all its rings are given.
+The work is balanced over the members of one ring, or over all ranks of a wave, given the packs of all its rings.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class VisualShard:
     """One member's share of a pack's images and videos.
 
     Attributes:
-        parts: the parts to encode, in order.
-        pixels: their input, [patches, ...]; None if it encodes nothing.
-        kinds: kind of each of the visual tokens that it holds, in the order of its tokens.
-        route: takes the embeddings of its parts [their tokens, ...] to those of its tokens [len(kinds), ...].
-        problems: why the pictures of a sequence could not be read, by its row of the data; they are blank then.
+        parts: parts to encode, in order.
+        pixels: their input [patches, ...], or None if it encodes nothing.
+        kinds: kind of each visual token that it holds, in token order.
+        route: sends the embeddings of its parts [their tokens, ...] and receives those of its tokens [len(kinds), ...].
+        problems: decoding error by manifest row, for sequences whose images failed to decode and are blank.
     """
 
     parts: tuple[VisualPart, ...]
@@ -45,19 +44,19 @@ class VisualShard:
     problems: Mapping[int, str] = field(default_factory=dict)
 
     def map_pixels(self, change: Callable[[Tensor], Tensor]) -> VisualShard:
-        """Return the same with changed pixels: on another device, in page-locked memory."""
+        """Return the shard with `change` applied to its pixels, e.g. to copy or pin them."""
         return self if self.pixels is None else replace(self, pixels=change(self.pixels))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VisualPack:
-    """A pack as the sharing out of its pictures sees it.
+    """Pack from the view of the encoder's load balancing.
 
     Attributes:
-        parts: the parts of each sequence. Of a part that the planned length cuts, the tokens left are filled; one
-            beyond it is not encoded.
-        rows: the rows of each sequence, its row of the data.
-        layout: who holds which tokens.
+        parts: parts of each sequence. A part cut by the planned length fills the remaining tokens; one beyond it is not
+            encoded.
+        rows: manifest row of each sequence.
+        layout: tokens of each member.
         ranks: global ranks of the members.
     """
 
@@ -67,7 +66,7 @@ class VisualPack:
     ranks: tuple[int, ...]
 
     def kept(self) -> Iterator[tuple[VisualPart, int, int, int]]:
-        """Yield the parts that are encoded: with their sequence's first token and end in the pack, and its row."""
+        """Yield (part, start of its sequence in the pack, end of its sequence, manifest row) of the parts to encode."""
         base = 0
         for length, own, row in zip(self.layout.lengths, self.parts, self.rows, strict=True):
             for part in _in_order(own):
@@ -76,7 +75,7 @@ class VisualPack:
             base += length
 
     def holders(self) -> IntArray:
-        """Return [tokens] the member that holds each token."""
+        """Return the member that holds each token, [tokens]."""
         holders = np.empty(self.layout.total_tokens, dtype=np.int64)
         for place in range(self.layout.degree):
             holders[self.layout.index(place)] = place
@@ -86,13 +85,12 @@ class VisualPack:
 def begin_visual_shard(
     packs: Sequence[VisualPack], *, rank: int, encoders: Sequence[int] = ()
 ) -> Callable[[], VisualShard] | None:
-    """Begin to read the pixels that one rank encodes; None if there is no part.
+    """Start to read the pixels that one rank encodes; return None if no pack has images.
 
     Args:
-        packs: the packs of all rings whose ranks share the work, in an order that is the same on all of them; no rank
-            is in two.
+        packs: packs of all rings whose ranks balance the work, in the same order on all of them; no rank is in two.
         rank: global rank.
-        encoders: global ranks that encode, among those of the packs; none: all of them do.
+        encoders: global ranks that encode, among those of the packs; empty if all do.
 
     Returns:
         A function that waits for the pixels and returns the rank's share.
@@ -102,14 +100,14 @@ def begin_visual_shard(
     kept: list[tuple[VisualPart, int]] = []
     consumers: list[IntArray] = []
     homes: list[range] = []
-    first = 0  # place of the pack's first member among all ranks
+    first = 0  # index of the pack's first member among all ranks
     for pack in packs:
         found = list(pack.kept())
         holders = pack.holders() if found else np.empty(0, dtype=np.int64)
         for part, base, end, row in found:
             kept.append((part, row))
             homes.append(range(first, first + len(pack.ranks)))
-            # A part that the planned length cuts is encoded whole, but no rank needs its embeddings beyond the end.
+            # A part cut by the planned length is encoded whole, but no rank needs its embeddings beyond the end.
             tokens = base + np.arange(part.start_token, part.start_token + part.num_tokens)
             consumers.append(np.where(tokens < end, first + holders[np.minimum(tokens, len(holders) - 1)], -1))
         first += len(pack.ranks)
@@ -120,7 +118,7 @@ def begin_visual_shard(
         places = np.array([ranks.index(one) for one in encoders])[balanced_encoders(work, len(encoders))]
     else:
         places = balanced_encoders(work, len(ranks), homes if len(packs) > 1 else None)
-    # One row per embedding that the encoders compute, in the order of the packs' tokens.
+    # One row per computed embedding, in token order of the packs.
     sizes = [part.num_tokens for part, _ in kept]
     needed = np.concatenate(consumers)
     kinds = np.repeat(np.array([part.kind == "video" for part, _ in kept]), sizes)[needed == index]
@@ -136,7 +134,7 @@ def begin_visual_shard(
 
 
 def _with_pixels(shard: VisualShard, begun: Sequence[tuple[int, Callable[[], PixelsRead]]]) -> VisualShard:
-    """Wait for the pixels of each sequence; parts are in the order of their sequences, whose rows are given."""
+    """Wait for the pixels of each sequence; `begun` has them by manifest row, in the order of the parts."""
     read = [(row, wait()) for row, wait in begun]
     pixels = [tensor for _, found in read for tensor in found.rows]
     problems = {row: found.problem for row, found in read if found.problem is not None}
