@@ -1,6 +1,7 @@
-"""The part that runs inside the training job: follow a plan, switch rings per micro-batch, sum gradients.
+"""Runtime inside the training job: follow a plan, switch rings per micro-batch, reduce gradients.
 
-The names are imported on first use: `python -m fcp_cli.runtime` prepares a script's environment before torch is read.
+Names are imported on first use, since `python -m fcp_cli.runtime` must prepare a script's environment before torch is
+imported.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from fcp_cli.runtime.online.early import start_early
 
 
 def main() -> None:
-    """Run the program that the command line names, and end with its exit status or its exception."""
+    """Run the program named on the command line; exit with its status or exception."""
     if is_scheduler(os.environ):
         return
     end_with_launcher()
-    atexit.register(_end_failed_rank)  # the first to be registered is the last to run
+    atexit.register(_end_failed_rank)  # exit handlers run in reverse order: this one last
     try:
         is_module, program = _parsed(sys.argv[1:])
         install(os.environ)
@@ -36,7 +36,7 @@ def main() -> None:
     except SystemExit as error:
         _failed.append(error.code if isinstance(error.code, int) else int(error.code is not None))
         raise
-    except KeyboardInterrupt:  # Python ends itself by the signal
+    except KeyboardInterrupt:  # Python ends itself with the signal
         raise
     except BaseException:
         _failed.append(1)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _parsed(words: Sequence[str]) -> tuple[bool, list[str]]:
-    """Return whether the program is a module, and its name with its arguments; torchrun swallows the `--` before it."""
+    """Return whether the program is a module, and its name and arguments. torchrun swallows the `--` before them."""
     rest = list(words[1:] if words and words[0] == "--" else words)
     is_module = bool(rest) and rest[0] == "-m"
     if is_module:
@@ -55,9 +55,9 @@ def _parsed(words: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def _run(program: list[str], *, is_module: bool) -> None:
-    """Run a program as `__main__`, with `sys.argv` and `sys.path[0]` as Python sets them."""
+    """Run a program as `__main__`, with `sys.argv` and `sys.path[0]` as set by Python."""
     sys.argv, name = program, program[0]
-    keeps_path = getattr(sys.flags, "safe_path", False)  # python -P, from 3.11 on
+    keeps_path = getattr(sys.flags, "safe_path", False)  # python -P, since 3.11
     if is_module:
         if not keeps_path:
             sys.path[0] = str(Path.cwd())
@@ -70,14 +70,14 @@ def _run(program: list[str], *, is_module: bool) -> None:
     runpy.run_path(name, run_name="__main__")
 
 
-_failed: list[int] = []  # the exit status of a program that ended with an exception
+_failed: list[int] = []  # exit status of a program that ended with an exception
 
 
 def _end_failed_rank() -> None:
-    """End a rank that has failed at once, after it has written its error and all exit handlers have run.
+    """Exit immediately if the rank has failed, after it has written its error and all exit handlers have run.
 
-    Threads of a back end that still need Python while the interpreter ends abort the process: then neither its status
-    nor its last line would be those of the error.
+    Otherwise threads of a back end that need Python during finalization could abort the process, whose status and last
+    line would then not be those of the error.
     """
     if any(_failed):
         sys.stdout.flush()
