@@ -83,9 +83,7 @@ def agree_by(
 
 
 def _words_of(metadata: PlanMetadata | None) -> IntArray:
-    """Return this rank's words for `gather`, [17] int64: 1 and the plan's hash, or zeros if the plan cannot be
-    followed.
-    """
+    """Return [17] int64 words for `gather`: 1 and the plan's hash, or zeros if the plan cannot be followed."""
     if metadata is None:
         return np.zeros(1 + _HASH_WORDS, dtype=np.int64)
     size = _HEX_DIGITS_PER_WORD

@@ -35,9 +35,7 @@ class PlainSync(GradientSync):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Divide accumulated gradients, which are already sums over ranks, by the world size, so that another sum is
-        correct.
-        """
+        """Divide accumulated gradients, which are already sums over ranks, by the world size before the next sum."""
         kept = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         if kept:
             torch._foreach_div_(kept, float(self._world.size))
@@ -51,9 +49,7 @@ class PlainSync(GradientSync):
             self._reduce(bucket)
 
     def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        """All-reduce one bucket: the gradients, then one flag per parameter that says whether any rank has its
-        gradient.
-        """
+        """All-reduce one bucket: the gradients, then one flag per parameter: whether any rank has its gradient."""
         present = [parameter.grad is not None for parameter in parameters]
         pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
         # In the gradients' data type, so that one message carries both: a count of ranks may round, but never to

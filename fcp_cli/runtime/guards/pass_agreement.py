@@ -34,8 +34,7 @@ class PassAgreement:
             ring.context.begin_pass = partial(self.begin, ring)
 
     def begin(self, ring: Ring, kind: str, number: int) -> None:
-        """Raise RunError unless the previous rank begins the same pass. Every rank of the ring calls it, before each
-        pass.
+        """Raise RunError unless the previous rank begins the same pass. All ranks of a ring call it before each pass.
 
         Args:
             ring: ring of the micro-batch.

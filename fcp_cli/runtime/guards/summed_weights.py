@@ -36,9 +36,7 @@ def require_summed(loss: Tensor, summed: frozenset[int] | None, *, ranks: int, p
 
 
 def _trained_by(loss: Tensor) -> Iterator[nn.Parameter]:
-    """Yield the parameters at the leaves of a loss's graph, except inside reentrant checkpoints, which have no graph
-    yet.
-    """
+    """Yield the parameters in a loss's graph, except inside reentrant checkpoints, which have no graph yet."""
     waiting: list[Any] = [loss.grad_fn]
     seen = set(waiting)
     while waiting:

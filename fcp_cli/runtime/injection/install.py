@@ -1,6 +1,4 @@
-"""Prepare a process for a script under a plan: its rank variables, the hooks on frameworks, and the check on
-optimizers.
-"""
+"""Prepare a process for a script under a plan: rank variables, hooks on frameworks, and a check on optimizers."""
 
 from __future__ import annotations
 

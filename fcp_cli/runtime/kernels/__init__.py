@@ -1,6 +1,4 @@
-"""Attention kernels behind one interface. All of them call kernels that PyTorch or other packages provide; fcp has
-none.
-"""
+"""Attention kernels behind one interface. All call kernels of PyTorch or of other packages; fcp has none."""
 
 from fcp_cli.runtime.kernels.base import AttentionKernel, lse_dtype
 from fcp_cli.runtime.kernels.select import capped_kernel, prefer, preferring, select_kernel

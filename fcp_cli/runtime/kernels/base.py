@@ -15,8 +15,7 @@ from fcp_cli.runtime.layouts.layout import Segments
 
 
 class AttentionKernel(Protocol):
-    """Packed attention whose backward takes the log-sum-exp and output of the *whole* row, not only of the keys it is
-    given.
+    """Packed attention whose backward takes the log-sum-exp and output of the *whole* row, not of its keys only.
 
     This lets a ring split a row's keys over several calls: with the final `out` and `lse`, each call's shares of dq, dk
     and dv are exact and only need to be added.

@@ -92,9 +92,7 @@ def _windowed_backward(
 
 
 def _blocks(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield blocks of queries, the keys that any of them sees, and their mask. The last query is aligned with the last
-    key.
-    """
+    """Yield blocks of queries, the keys that any of them sees, and their mask; last query and last key are aligned."""
     queries, more = q.shape[2], k.shape[2] - q.shape[2]
     size = min(max(window, _LEAST_BLOCK), _MOST_BLOCK)
     for start in range(0, queries, size):

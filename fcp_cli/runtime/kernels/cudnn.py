@@ -206,9 +206,7 @@ def _make_batches(segments: Segments) -> list[_EqualSequences]:
 def _cut(
     batches: list[_EqualSequences], of_rows: tuple[Tensor, ...], of_keys: tuple[Tensor, ...]
 ) -> list[list[Tensor]]:
-    """Return views [count, heads, length, size] of packed tensors per batch: query-side tensors first, then key-side
-    ones.
-    """
+    """Return views [count, heads, length, size] of packed tensors per batch: query-side, then key-side tensors."""
     row_sizes = [batch.number * batch.rows for batch in batches]
     key_sizes = [batch.number * batch.keys for batch in batches]
     rows = [torch.split_with_sizes(tensor, row_sizes) for tensor in of_rows]

@@ -302,8 +302,7 @@ class MaskedLayout(RingLayout):
 
 
 class UlyssesLayout(ShardLayout):
-    """Layout of one pack on a group with Ulysses: the ring's layout over Ulysses groups, split further over their
-    members.
+    """Layout of one pack on a group with Ulysses: a ring layout over Ulysses groups, split over their members.
 
     Ulysses group i // u of member i holds the T tokens of member i // u of a ring of degree d / u. Its member i % u
     holds the (i % u)-th run of them: T // u tokens, plus one for the first T % u members.

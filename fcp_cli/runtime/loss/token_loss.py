@@ -69,9 +69,7 @@ def head_loss_sum(hidden: Tensor, head: nn.Linear | Tensor, labels: Labels) -> T
 
 
 def labelled_rows(labels: Tensor) -> Tensor | None:
-    """Return the indices [labelled] of tokens with labels, given [1, tokens]; None if skipping the others does not pay
-    off.
-    """
+    """Return the indices [labelled] of tokens with labels, or None if skipping the others does not pay off."""
     rows = (labels[0] != IGNORED).nonzero().squeeze(1)
     return rows if len(rows) <= _GATHERED_SHARE * labels.shape[1] else None
 

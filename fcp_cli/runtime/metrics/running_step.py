@@ -39,9 +39,7 @@ class RunningStep:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def note_loss(self, sums: list[Tensor], denominator: int | Tensor) -> None:
-        """Record the micro-batches' losses (0-d) and the rank's share of the denominator, without waiting for the
-        device.
-        """
+        """Record the micro-batches' losses (0-d) and the rank's share of the denominator without waiting for them."""
         if sums:
             total = (torch.stack(sums) if len(sums) > 1 else sums[0]).detach().double().sum()
             self.loss_sum = _on_host(total)

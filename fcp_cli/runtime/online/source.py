@@ -215,9 +215,7 @@ class StreamSource:
             self._planned.put(error)
 
     def _refit(self, due: int) -> None:
-        """Refit the cost profile to measurements, or repeat the refit of an earlier run at this step. Every rank calls
-        it.
-        """
+        """Refit the cost profile, or repeat an earlier run's refit at this step. Every rank calls it."""
         if self._refits.is_due(due):
             told = on_rank_0(self._control, lambda: self._measured_refit(due))
             self._refits.note(due, told["refit"])

@@ -2,7 +2,8 @@
 
 Stage 1: every rank encodes some parts (an image, a pair of frames, a tile), balanced by work and independent of the
 rank's tokens. Stage 2: an `exchange` sends each part's embeddings to the ranks that hold its tokens. Both follow from
-the sequences' tokens and sizes, which all ranks read; pixels are only read by the rank that encodes them.
+the sequences' tokens and sizes, which all ranks that balance the work read. Pixels are only read by the rank that
+encodes them.
 
 The work is balanced over the members of one ring, or over all ranks of a wave, given the packs of all its rings.
 """

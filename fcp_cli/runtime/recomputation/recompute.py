@@ -1,5 +1,4 @@
-"""Activation checkpointing: in backward, recompute a whole layer, all but its attention, or only elementwise
-operations.
+"""Activation checkpointing: recompute a whole layer, all but its attention, or only elementwise operations.
 
 Backward needs a layer's activations. With full recomputation a layer saves only its inputs and reruns forward in
 backward, including its ring: the keys and values of the whole group travel again. `keep_attention` also saves the

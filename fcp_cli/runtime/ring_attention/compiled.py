@@ -25,7 +25,7 @@ def attend_compiled(
 ) -> Tensor:
     """Compute `attention` as one custom operator, so that torch.compile traces neither the ring nor its hops.
 
-    A ring lives as long as its step; backward must run before that.
+    A ring lives as long as its step, so backward must run within it.
     """
     handle = _CURRENT if ring is None else ring.handle
     out: Tensor = _attention_operator(q, k, v, sinks, handle, spec.scale, spec.window, spec.softcap)[0]

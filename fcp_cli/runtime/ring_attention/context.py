@@ -1,6 +1,6 @@
 """Context of a micro-batch: labels, images, caches and checks of its forward and backward.
 
-A session fills it in, and layers read it at `ring.context`. A ring made by hand has an empty one.
+A session fills it in, and layers read it at `ring.context`. A ring created without a session has an empty one.
 """
 
 from __future__ import annotations

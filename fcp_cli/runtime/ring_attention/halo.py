@@ -233,7 +233,7 @@ class HaloRoutes:
                     HaloMessage(
                         to=index + step,
                         source=index - step,
-                        # All rows have one owner, `number` - 1 places behind: this member in round 1, later one whose
+                        # All rows have one owner, `number` - 1 places away: this member in round 1, later one whose
                         # rows came in the round before.
                         is_own=not places.size or bool(places[0] < own.size),
                         sent=_rows_or_none(places, own.size),

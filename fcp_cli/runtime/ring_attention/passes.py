@@ -70,9 +70,7 @@ def _forward(
 
 
 class Gradients(NamedTuple):
-    """Gradients of attention: dq [T, H, D], dk [T, G, D], dv [T, G, Dv], and a member's share of the sinks' gradient
-    [H].
-    """
+    """Gradients of attention: dq [T, H, D], dk [T, G, D], dv [T, G, Dv], and this member's share of dsinks [H]."""
 
     q: Tensor
     k: Tensor

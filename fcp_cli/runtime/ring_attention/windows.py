@@ -1,8 +1,8 @@
 """Sliding-window attention without a ring: each member only receives the rows that its chunks look back at.
 
 If a token attends to the last `window` tokens, itself included, a chunk needs the keys and values of the window - 1
-tokens before it from other members, its halo (`halo`). A member's work and traffic then depend on its own tokens, not
-on the pack. Every query sees all its keys in one kernel call, so no partial results are merged:
+tokens before it, its halo (`halo`), so a member's work and traffic do not depend on the pack beyond its own tokens.
+Every query sees all its keys in one kernel call, so no partial results are merged:
 
     inner   queries that see only the member's own rows; computed while the halo travels
     edge    the first window - 1 queries of a chunk, with the halo before them
@@ -17,9 +17,8 @@ results are merged by their log-sum-exp, as hops of a ring are:
 In backward, the halo travels again, as keys do on a ring. Edges come first, so that the gradients of halo rows travel
 home while the inner queries are computed.
 
-A window at least as long as the longest sequence equals full causal attention and runs on the ring, unless a span
-attends bidirectionally in windows only. Shorter windows never send more rows than a ring, on which every row arrives at
-every member; here it arrives at most once.
+A window as long as the longest sequence equals full causal attention and runs on the ring, unless a span attends
+bidirectionally in windows only. Shorter windows never send more rows than a ring: a row arrives at most once.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ from fcp_cli.runtime.ring_attention.rows import add, add_to_rows, merge, put, ro
 
 
 def fits_in(window: int, layout: RingLayout) -> bool:
-    """Return whether a window equals full attention on a pack: it covers every sequence, and no mask applies to windows
-    only.
-    """
+    """Return whether a window equals full attention: it covers every sequence, and no mask is for windows only."""
     return window >= max(layout.lengths, default=0) and not any(mask.windows_only for mask in layout.masks)
 
 
@@ -66,14 +63,13 @@ class LocalCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HaloCall:
-    """Kernel call that also reads rows of other members. Its keys are picked from its key buffer: `k_rows`, then all
-    received rows.
+    """Kernel call that also reads rows of other members. Its key buffer holds `k_rows`, then all received rows.
 
     Attributes:
         q_rows: rows of the queries in the member's buffer.
         k_rows: distinct rows of the own keys in the member's buffer.
         num_own: number of `k_rows`.
-        order: positions of the call's keys in its key buffer; a row that two chunks look back at occurs twice.
+        order: positions of the call's keys in the key buffer; a row that two chunks look back at occurs twice.
         segments: segments of the packed call.
     """
 
@@ -90,7 +86,6 @@ class WindowCalls:
 
     Attributes:
         halo: rows of other members that it attends to.
-        inner, edge: calls of causal windows.
         ahead, beyond: calls that masks add to causal windows.
     """
 
@@ -144,9 +139,7 @@ def _edge(halo: Halo, heads: IntArray, window: int) -> HaloCall | None:
 
 
 def _spans_of_runs(layout: RingLayout, halo: Halo) -> Iterator[tuple[int, int, int]]:
-    """Yield (run, first row, last row + 1) in the member's buffer for each intersection of a run and a bidirectional
-    span.
-    """
+    """Yield (run, first row, last row + 1) in the member's buffer per pair of a run and a bidirectional span."""
     for sequence, mask in enumerate(layout.masks):
         assert isinstance(mask, Spans), "chunk pairs have no windows"
         spans = list(mask.seen_both_ways(layout.lengths[sequence]))
@@ -203,10 +196,7 @@ def _segments(q_lengths: IntArray, k_lengths: IntArray, window: int | None) -> S
 def window_forward(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, window: int
 ) -> Waits[tuple[Tensor, Tensor]]:
-    """Run the forward with a sliding window; arguments and results as in `ring_passes.ring_forward`.
-
-    Each token attends to the last `window` tokens, itself included, and to those ahead that its mask lets it see.
-    """
+    """Run the forward with a sliding window, to which masks may add tokens ahead; see `ring_passes.ring_forward`."""
     kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
@@ -309,9 +299,7 @@ class _KeyGradients:
         self._add(self.own, rows, dk, dv)
 
     def add_edge(self, edge: HaloCall, received: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add gradients of an edge's keys: those of own rows to `own`, those of received rows to `received` [rows,
-        width].
-        """
+        """Add an edge's key gradients: of own rows to `own`, of received rows to `received` [rows, width]."""
         # A row that occurs twice in `order` gets two shares, whose sum does not depend on their order.
         total = self.of_rows(edge.num_own + len(received))
         self._add(total, edge.order, dk, dv)

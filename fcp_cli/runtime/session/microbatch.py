@@ -82,7 +82,7 @@ class LocalMicroBatch:
             head: the model's linear output layer, or its weight [vocabulary, width].
 
         Raises:
-            RunError: the head's weight is sharded, as it is outside the forward of a model wrapped by `fully_shard`.
+            RunError: the head's weight is sharded: the call is outside the forward of a model wrapped by `fully_shard`.
         """
         assert self.ring.context.labels is not None
         return self.normalised(head_loss_sum(hidden, head, self.ring.context.labels))
@@ -121,8 +121,7 @@ class LocalMicroBatch:
         return token_log_probs(logits, self.labels)
 
     def part_of(self, values: Mapping[int, Tensor]) -> Tensor:
-        """Return this rank's shard [1, tokens, ...] of per-token values, such as log-probabilities, advantages or
-        routing.
+        """Return this rank's shard [1, tokens, ...] of per-token values, e.g. log-probabilities or advantages.
 
         Args:
             values: manifest row -> [length, ...], as returned by `Step.collect`.

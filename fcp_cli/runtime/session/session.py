@@ -42,8 +42,7 @@ _RESTARTS = "SLURM_RESTART_COUNT"  # set by Slurm when a job is requeued
 
 @dataclass(kw_only=True, eq=False)
 class Session(RankJob):
-    """One rank of a training job that follows a plan. Create it with `start`; use it as a context manager or call
-    `close`.
+    """One rank of a training job that follows a plan. Create it with `start`; a context manager, or call `close`.
 
     Attributes:
         fetch: function from a manifest row to its tokens; may be set any time before `steps` is called.

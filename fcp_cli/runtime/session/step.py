@@ -78,9 +78,7 @@ class Step(FollowedStep):
 
     @property
     def timings(self) -> tuple[MicroBatchTiming, ...]:
-        """Return the start and duration of this rank's micro-batches in seconds; waits for the device to finish the
-        last one.
-        """
+        """Return the start and seconds of this rank's micro-batches; waits for the device to finish the last one."""
         if not self._marks:
             return ()
         clock, first = self._job.clock, self._marks[0][0]

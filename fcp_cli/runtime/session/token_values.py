@@ -1,5 +1,4 @@
-"""Per-token values, gathered from ranks to whole sequences and scattered back: one pass's log-probabilities for
-another.
+"""Per-token values, gathered from ranks to whole sequences and scattered back, e.g. log-probabilities.
 
 Passes over one rollout have separate plans, so a rank rarely holds the same tokens twice. `collect` gathers the values
 of a pass as one tensor per manifest row, and the next pass takes its shards with `part_of`. A value has the index of

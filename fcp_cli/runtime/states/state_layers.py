@@ -200,9 +200,7 @@ def _of_heads(own: Tokens, exchange: UlyssesExchange) -> Tokens:
 
 
 def _around_ring(rule: StateRule, held: Tokens, member: Ring) -> Tensor:
-    """Compute the rule on a member's shard of a ring of degree > 1, whose runs are front and back of each sequence in
-    turn.
-    """
+    """Compute the rule on a member's shard of a ring of degree > 1, whose runs alternate front and back."""
     sizes = member.ring_layout.runs(member.index).sizes
     live, value = np.flatnonzero(sizes), held[2]
     if not live.size:  # very short sequences: the member only forwards states
