@@ -88,7 +88,7 @@ class UlyssesExchange:
         sizes = [tensor.shape[2] for tensor in tensors]
         rows = [tensor.flatten(1) for tensor in tensors]
         sent = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, dim=1)
-        # Free the caller's tensors before the results are allocated.
+        # No name keeps the caller's tensors alive while the results are allocated.
         del tensors, rows
         received = sent.new_empty(size, own, sent.shape[1])
         received[self._place].copy_(sent[self._rows[self._place]])

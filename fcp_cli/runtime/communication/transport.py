@@ -137,7 +137,7 @@ class ProcessTransport:
         """
         ranks = list(range(dist.get_world_size()))
         with warnings.catch_warnings():
-            # torch warns that the options' own timeout overrides the group's.
+            # torch warns that the timeout argument overrides that of the options, which is intended.
             warnings.filterwarnings("ignore", message=".*_timeout was specified")
             group = dist.new_group(
                 ranks, group_desc="rings", timeout=rank_timeout(), pg_options=_priority_options(device)

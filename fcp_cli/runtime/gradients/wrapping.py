@@ -1,7 +1,7 @@
 """Find the wrapper that reduces a model's gradients, which may be nested in further wrappers.
 
 Frameworks put shells around it (torch.compile, Lightning's Fabric, a module of the script's own). The trained
-parameters still belong to the wrapper, so a plan must drive that.
+parameters still belong to the wrapper, so a plan must control the wrapper.
 """
 
 from __future__ import annotations

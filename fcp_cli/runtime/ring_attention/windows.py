@@ -17,7 +17,7 @@ results are merged by their log-sum-exp, as hops of a ring are:
 In backward, the halo travels again, as keys do on a ring. Edges come first, so that the gradients of halo rows travel
 home while the inner queries are computed.
 
-A window as long as the longest sequence equals full causal attention and runs on the ring, unless a span attends
+A window at least as long as every sequence equals full causal attention and runs on the ring, unless a span attends
 bidirectionally in windows only. Shorter windows never send more rows than a ring: a row arrives at most once.
 """
 
