@@ -92,4 +92,4 @@ class JobSource(StreamSource):
                     self._rows.extend(step.microbatch(int(order)).sequences)
 
     def _forget(self, step: StepPlan) -> None:
-        """Keep nothing to forget: rows remain readable."""
+        """Do nothing: rows remain readable."""

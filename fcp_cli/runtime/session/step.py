@@ -73,7 +73,7 @@ class Step(FollowedStep):
 
     @property
     def tokens(self) -> int:
-        """Return the number of trained tokens of the global batch; waits for the device if `fetch` returns labels."""
+        """Return the global loss denominator: trained tokens or rows. With `fetch` labels, waits for the device."""
         return int(self._tokens)
 
     @property
