@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from fcp_cli.runtime.layouts.layout import shard_layout
 from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard, begin_visual_shard
 from fcp_cli.verification.emulation import Meeting
 from fcp_cli.verification.replay import thread_session
-from fcp_cli.vision.parts import VisualPart, VisualSequence
+from fcp_cli.vision.parts import PixelRows, PixelsRead, VisualPart, VisualSequence
 from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.torch
@@ -99,3 +101,27 @@ def test_images_without_an_encoder_stop_the_job(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="step 0, micro-batch 0 has images or videos, but no vision encoder ran for it"):
         for microbatch in step:
             microbatch.ring.attention_calls += 1
+
+
+class Unreadable:
+    """A reader of images that cannot be decoded."""
+
+    def begin(self, ranges: Sequence[tuple[int, int]]) -> Callable[[], PixelsRead]:
+        blank = [torch.zeros(stop - start) for start, stop in ranges]
+        return lambda: PixelsRead(rows=blank, problem="image.png is truncated")
+
+
+@pytest.mark.parametrize(("mean_over", "denominator"), [("rows", 2), ("tokens", 6 + 4)])
+def test_a_skipped_row_counts_in_no_mean(
+    tmp_path: Path, mean_over: Literal["rows", "tokens"], denominator: int
+) -> None:
+    plan = write_plan(tmp_path / "plan.parquet", [[Row([0], [7, 9, 5])]], num_ranks=1)
+    bad = replace(part(2, 4), pixels=PixelRows(Unreadable(), 2, 6))
+
+    def fetch(row: int) -> VisualSequence:
+        return VisualSequence(tokens=range(9), parts=(bad,) if row == 1 else ())
+
+    session = thread_session(plan, fetch, Meeting(1), 0)
+    session.skip_bad_rows = True
+    step = next(session.steps(mean_over=mean_over))
+    assert (step.bad_rows, step.tokens) == ((1,), denominator)

@@ -90,6 +90,3 @@ class JobSource(StreamSource):
             if self._rows is not None:
                 for order in orders_of_rank(step, self._control.rank):
                     self._rows.extend(step.microbatch(int(order)).sequences)
-
-    def _forget(self, step: StepPlan) -> None:
-        """Do nothing: rows remain readable."""

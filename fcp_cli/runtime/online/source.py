@@ -145,8 +145,7 @@ class StreamSource:
         try:
             self._process.close(end_step, is_stopped=self.is_stopped)
         except FcpError as error:
-            if self._control.rank == 0:
-                print(f"fcp: {error}; 'fcp plan --resume -o {self.path}' makes the plan", file=sys.stderr, flush=True)
+            print(f"fcp: {error}; 'fcp plan --resume -o {self.path}' makes the plan", file=sys.stderr, flush=True)
 
     def _start(self, run: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=run, name=name, daemon=True)

@@ -177,7 +177,7 @@ class Session(RankJob):
                 item = replace(found, shards=tuple(shard.without(bad) for shard in found.shards)) if bad else found
                 tokens: int | Tensor = item.plan.loss_tokens
                 if counting == "rows":
-                    tokens = item.plan.sequences
+                    tokens = item.plan.sequences - len(bad)
                 # Also with bad rows: the plan's token count includes those that are skipped.
                 elif counting == "labels" or bad:
                     tokens = torch.tensor(sum(shard.labelled_tokens for shard in item.shards), device=self.device)
