@@ -1,7 +1,7 @@
-"""Proves that a plan keeps every rule of its format: order, ranks, waves, token budget, coverage, times, totals, hash.
+"""Full validation of a plan file: order, ranks, waves, token budget, coverage, times, totals, hash.
 
-One pass over the file, a step at a time. A broken rule gives a `BrokenRule`; a file that is not readable as a plan
-raises PlanError.
+One pass over the file, a step at a time. Each violation is a `BrokenRule`. A file that cannot be read as a plan raises
+PlanError.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _TOLERANCE = 1e-6  # relative, of predicted seconds
 
 
 def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[BrokenRule]:
-    """Check a plan file; yields its faults, none for a sound plan.
+    """Validate a plan file and yield its broken rules; a valid plan yields none.
 
     Args:
-        manifest: the manifest of the plan; without it, lengths and the times of masked or multimodal sequences are
-            checked only as far as the plan alone allows.
+        manifest: manifest of the plan; without it, lengths are not compared and the times of masked or multimodal
+            sequences are only checked against a lower bound.
 
     Raises:
-        PlanError, ProfileError: the file is no plan, is damaged, or carries a damaged cost profile.
+        PlanError, ProfileError: the file is not a plan, is damaged, or embeds a damaged cost profile.
     """
     reader = PlanReader(path)
     metadata = reader.metadata
@@ -50,7 +50,7 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[B
     order_findings = list(_check_order(reader))
     yield from order_findings
     if order_findings:
-        return  # nothing that follows would mean anything
+        return  # later checks index by step and order
     coverage = _Coverage(metadata, manifest)
     groups: set[RingGroup] = set()
     steps, broken = 0, False
@@ -93,7 +93,7 @@ def _check_peers(groups: set[RingGroup], metadata: PlanMetadata) -> Iterator[Bro
 def check_step(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
 ) -> Iterator[BrokenRule]:
-    """Check one step against all rules."""
+    """Validate one step against every rule that needs no other step."""
     findings = list(check_layout(step, metadata))
     yield from findings
     yield from _check_encoder_ranks(step, metadata)
@@ -103,7 +103,7 @@ def check_step(
 
 
 def _check_encoder_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[BrokenRule]:
-    """Check that ranks which only encode hold no sequences."""
+    """Check that encoder-only ranks hold no sequences."""
     if metadata.encoder_ranks is None:
         return
     encodes = step.ranks >= metadata.num_ranks - metadata.encoder_ranks
@@ -114,7 +114,7 @@ def _check_encoder_ranks(step: StepPlan, metadata: PlanMetadata) -> Iterator[Bro
 
 
 def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[BrokenRule]:
-    """Check that the times are those of ranks of as many devices, and that pipelines stay in step."""
+    """Check that the cost profile matches the plan's phase and devices per rank, and that `sync` suits its options."""
     if metadata.encoder_balance is not None and metadata.sync != "microbatch":
         yield BrokenRule(message=f"its encoder_balance needs sync microbatch, but sync is {metadata.sync}")
     if metadata.phase != profile.phase:
@@ -140,7 +140,7 @@ def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Bro
 
 
 def _check_order(reader: PlanReader) -> Iterator[BrokenRule]:
-    """Check that rows are ordered by (step, order), both counting from 0, and that a row's lists belong together."""
+    """Check that rows ascend by (step, order) without gaps, and that list sizes and step totals are consistent."""
     last_step, last_order = reader.metadata.first_step - 1, -1
     totals: tuple[float, float] | None = None  # of the last row
     for table in reader.tables():
@@ -173,7 +173,7 @@ def _check_order(reader: PlanReader) -> Iterator[BrokenRule]:
 def _check_times(
     step: StepPlan, metadata: PlanMetadata, profile: CostProfile, manifest: LengthTable | None
 ) -> Iterator[BrokenRule]:
-    """Check that seconds follow from the cost profile, starts from ranks and sync, and the makespan from both."""
+    """Recompute seconds, starts and makespan from the cost profile and compare them with the step's own."""
     prices = step_prices(
         step,
         metadata,
@@ -182,7 +182,7 @@ def _check_times(
         manifest=manifest,
     )
     # Mask and vision columns, known from the manifest alone, only ever add time.
-    # Relative, not exact: a foreign writer may add up in another order.
+    # Relative, not exact: another writer may sum in a different order.
     price = prices.seconds
     wrong = ~np.isclose(step.seconds, price, rtol=_TOLERANCE) & (
         np.full(len(step), True) if manifest is not None else step.seconds < price
@@ -203,7 +203,8 @@ def _check_starts(
 ) -> Iterator[BrokenRule]:
     """Check starts and makespan against ranks, sync and pipelines.
 
-    An encoder makes a pipeline's first stage longer, by seconds that only the manifest `knows`.
+    A vision encoder lengthens a pipeline's first stage by seconds that only the manifest `knows`, so pipelines with an
+    encoder are skipped without it.
     """
     times = priced_times(
         metadata, prices, profile.step, wave=step.wave, rank_offsets=step.rank_offsets, ranks=step.ranks
@@ -216,7 +217,7 @@ def _check_starts(
     if metadata.pipeline is not None and not knows and costs.vision_seconds_per_patch + costs.vision_seconds_per_patch2:
         return
     start, makespan = times.start_seconds, times.makespan_seconds
-    idle = np.diff(step.sequence_offsets) == 0  # takes no time, so that its start means nothing
+    idle = np.diff(step.sequence_offsets) == 0  # zero seconds long, so its start is arbitrary
     scale = max(makespan, 1e-300)
     for order in np.flatnonzero(~idle & (np.abs(start - step.start_seconds) > _TOLERANCE * scale))[:1].tolist():
         message = f"starts at {step.start_seconds[order]:.6g} s, but its ranks are free at {start[order]:.6g} s"
@@ -227,7 +228,7 @@ def _check_starts(
 
 
 class _Coverage:
-    """Every sequence of an epoch appears once, with its own length, in batches of the stated size."""
+    """Check that every sequence of an epoch appears once, with its own length, in batches of the stated size."""
 
     def __init__(self, metadata: PlanMetadata, manifest: LengthTable | None) -> None:
         self._metadata = metadata
@@ -240,8 +241,8 @@ class _Coverage:
         self._steps = metadata.first_step
 
     def begin(self) -> Iterator[BrokenRule]:
-        """Check that a plan that continues a run counts as trained the sequences of the epoch's steps before it."""
-        if not self._metadata.has_equal_batches or self._metadata.mixture is not None:  # which repeats rows
+        """Check that a continuation lists as many trained sequences as the epoch's earlier steps have."""
+        if not self._metadata.has_equal_batches or self._metadata.mixture is not None:  # a mixture repeats rows
             return
         trained = int(self._seen.sum())
         due = self._metadata.first_step % max(self._steps_per_epoch, 1) * self._metadata.global_batch_size
@@ -252,11 +253,11 @@ class _Coverage:
             )
 
     def add(self, step: StepPlan, *, broken: bool) -> Iterator[BrokenRule]:
-        """Count a step; at the end of an epoch, all of it must have been seen.
+        """Check the rows and the batch size of the next step.
 
         Args:
-            step: the next one.
-            broken: it holds values that no plan has, which say nothing about the rows that it names.
+            step: the next step.
+            broken: whether the step has invalid values; its rows are then only marked as seen.
         """
         self._steps += 1
         if broken:
@@ -313,7 +314,7 @@ class _Coverage:
             yield BrokenRule(step=step.step, message=message)
 
     def finish(self) -> Iterator[BrokenRule]:
-        """Check that all epochs are there, up to the limit of steps, and that only overlong sequences are dropped."""
+        """Check that the plan has all its epochs, up to the step limit, and drops only overlong sequences."""
         overlong = self._metadata.overlong
         if self._manifest is not None and overlong.max_length is not None:
             found = int((self._manifest.length_tokens > overlong.max_length).sum())

@@ -15,7 +15,7 @@ from fcp_cli.words import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokenRule:
-    """A broken rule. `step` and `order` give its place; None where it concerns the whole plan or the whole step."""
+    """A violated rule of the format at `step` and `order`; None if it concerns the whole plan or the whole step."""
 
     message: str
     step: int | None = None
@@ -28,7 +28,7 @@ class BrokenRule:
 
 
 def check_layout(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
-    """Check the layout of a step: ranks, token budget and waves; times are not checked."""
+    """Check ranks, token budget, Ulysses degrees and waves of a step, but not its times."""
     rank_findings = list(check_ranks(step, setup))
     yield from rank_findings
     yield from _check_budget(step, setup)
@@ -39,7 +39,7 @@ def check_layout(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
 
 
 def check_ranks(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
-    """Check that every row has ranks, ascending and in range, and that every rank has a row."""
+    """Check that the ranks of every row are ascending and in range, that every rank has a row, and idle rows."""
     if (broken := broken_ranks(step, setup.num_ranks)) is not None:
         yield broken
         return
@@ -55,7 +55,7 @@ def check_ranks(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
 
 
 def broken_ranks(step: StepPlan, num_ranks: int) -> BrokenRule | None:
-    """Return the first row without ranks, with one that the job does not have, or whose ranks do not ascend."""
+    """Return the first row whose ranks are empty, out of range or not ascending, or None."""
     if (step.degrees < 1).any():
         return BrokenRule(step=step.step, order=first_of(step.degrees < 1), message="no ranks")
     outside = (step.ranks < 0) | (step.ranks >= num_ranks)
@@ -64,7 +64,7 @@ def broken_ranks(step: StepPlan, num_ranks: int) -> BrokenRule | None:
         message = f"rank {step.ranks[at]} of a job of {num_ranks}"
         return BrokenRule(step=step.step, order=row_of_rank(step, at), message=message)
     falls = step.ranks[1:] <= step.ranks[:-1]
-    falls[step.rank_offsets[1:-1] - 1] = False  # from one row's last rank to the next row's first
+    falls[step.rank_offsets[1:-1] - 1] = False  # ranks need not ascend across rows
     if falls.any():
         at = first_of(falls)
         message = f"its ranks do not ascend: {step.ranks[at + 1]} follows {step.ranks[at]}"
@@ -73,7 +73,7 @@ def broken_ranks(step: StepPlan, num_ranks: int) -> BrokenRule | None:
 
 
 def row_of_rank(step: StepPlan, at: int) -> int:
-    """Return the row to which entry `at` of the step's ranks belongs."""
+    """Return the row that owns entry `at` of the step's flat ranks."""
     return int(np.searchsorted(step.rank_offsets, at, side="right")) - 1
 
 
@@ -88,7 +88,7 @@ def _check_budget(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
 
 
 def broken_heads(step: StepPlan) -> BrokenRule | None:
-    """Return the first row whose heads degree does not divide its degree."""
+    """Return the first row whose Ulysses degree does not divide its degree, or None."""
     if step.heads_degree is None:
         return None
     heads, degrees = step.heads_degree, step.degrees
@@ -101,7 +101,7 @@ def broken_heads(step: StepPlan) -> BrokenRule | None:
 
 
 def _check_waves(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
-    """Check waves: none under `iteration`; counting from 0, each with every rank once, under `microbatch`."""
+    """Check waves: -1 under `iteration`; under `microbatch` numbered from 0, each using every rank once."""
     if setup.sync == "iteration":
         if (step.wave != -1).any():
             order = first_of(step.wave != -1)
@@ -124,7 +124,7 @@ def _check_waves(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
             f"{counted(waves, 'wave')}, not a multiple of the {setup.pipeline_parallel} stages, with virtual stages"
         )
         yield BrokenRule(step=step.step, message=message)
-    # How often each pair of wave and rank occurs, numbered as wave * num_ranks + rank.
+    # Occurrences of each (wave, rank), flattened as wave * num_ranks + rank.
     uses = np.bincount(
         np.repeat(step.wave.astype(np.int64), step.degrees) * setup.num_ranks + step.ranks,
         minlength=waves * setup.num_ranks,
@@ -135,5 +135,5 @@ def _check_waves(step: StepPlan, setup: PlanSetup) -> Iterator[BrokenRule]:
 
 
 def first_of(mask: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int:
-    """Return the first place where a mask is set."""
+    """Return the index of the first set entry of a mask."""
     return int(np.flatnonzero(mask)[0])

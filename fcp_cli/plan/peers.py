@@ -1,6 +1,6 @@
-"""The peers of every rank of a plan: the other ranks that it ever exchanges ring messages with.
+"""Peers of the ranks of a plan: the other ranks that each rank ever exchanges attention messages with.
 
-NCCL and HCCL set up a connection for each pair of ranks at its first message and keep it: buffers on both devices.
+NCCL and HCCL open a connection at the first message of a pair of ranks and keep its buffers on both devices.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ messages to 7 peers on H100, 0.47 GB each. HCCL connects at first contact, too; 
 
 @dataclass(slots=True, kw_only=True)
 class PeerCount:
-    """A running count of the pairs of ranks that exchange messages in the steps given to `add`.
+    """Running count of the pairs of ranks that exchange messages in the steps passed to `add`.
 
-    Ranks are neighbours as `ring_order` places them. A framework with a communicator of its own per group (Transformer
-    Engine) opens one connection per group for the same pair.
+    Ring neighbours follow `ring_order`. The count is a lower bound for frameworks with one communicator per group
+    (Transformer Engine), which open a connection per group for the same pair.
 
     Attributes:
         num_ranks, ranks_per_node: of the plan.
-        new_pairs: for each step added, how many pairs of ranks talked in it for the first time.
+        new_pairs: pairs first seen in each step, one entry per step added.
     """
 
     num_ranks: int
@@ -39,13 +39,13 @@ class PeerCount:
     _groups: set[RingGroup] = field(default_factory=set)
 
     def add(self, step: StepPlan) -> None:
-        """Count one more step."""
+        """Add the pairs of a step."""
         before = len(self._pairs)
         self.add_groups(step.ring_groups())
         self.new_pairs.append(len(self._pairs) - before)
 
     def add_groups(self, groups: Iterable[RingGroup]) -> None:
-        """Count groups, as `StepPlan.ring_groups` gives them, of no step in particular."""
+        """Add the pairs of groups from `StepPlan.ring_groups` without attributing them to a step."""
         for group in groups:
             if group not in self._groups:
                 self._groups.add(group)
@@ -53,12 +53,12 @@ class PeerCount:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """All pairs so far (lower rank first), ascending."""
+        """All pairs so far, ascending, lower rank first in each."""
         return sorted(self._pairs)
 
     @property
     def per_rank(self) -> IntArray:
-        """[num_ranks] peers of each rank."""
+        """[num_ranks] number of peers of each rank."""
         return np.bincount(np.array(list(self._pairs), dtype=np.int64).ravel(), minlength=self.num_ranks)
 
     @property
@@ -67,21 +67,21 @@ class PeerCount:
 
     @property
     def most(self) -> int:
-        """Peers of the rank that has most."""
+        """Most peers of any rank."""
         return int(self.per_rank.max())
 
     @property
     def most_bytes(self) -> int:
-        """Device memory of the connections of the rank that has most peers."""
+        """Device memory of the peer connections of the rank with most peers, in bytes."""
         return self.most * BYTES_PER_PEER
 
     def means(self) -> list[float]:
-        """Return the mean peers of a rank after each step."""
+        """Return [steps] the mean number of peers per rank after each step."""
         means: list[float] = (2.0 * np.cumsum(self.new_pairs) / self.num_ranks).tolist()
         return means
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return JSON values: after 1, 2, 4, ... steps and after all the mean, which shows whether peers still grow."""
+        """Return JSON values, with the mean after 1, 2, 4, ... and all steps to show whether peers still grow."""
         means = self.means()
         steps = sorted({min(1 << power, len(means)) for power in range(len(means).bit_length() + 1)} - {0})
         return {

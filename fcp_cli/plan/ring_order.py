@@ -1,21 +1,21 @@
-"""The order in which the ranks of a group stand around its ring: it decides which ranks ever exchange messages.
+"""Ring order of the ranks of a group, which decides which pairs of ranks ever open a connection.
 
-Every pair of ranks that talks costs a connection, so the same few pairs must serve as many groups as possible, of all
-degrees. The order follows from the ranks alone; every rank works it out for itself, and a resumed run has it again.
+Every pair of neighbours costs a connection, so the same few pairs must serve as many groups as possible, of all
+degrees. The order is a function of the ranks alone: each rank computes it locally, and a resumed run gets the same.
 
 Within a node the ring is *folded*: up over every other rank and back over those between, so that neighbours are at most
-two apart. All groups of contiguous ranks then need four peers per rank, whatever their degrees and wherever they begin:
+two apart. All groups of contiguous ranks then need four peers per rank, whatever their degree or first rank:
 
     ranks 0..5     0 2 4 5 3 1 (0)        ranks 2..6     2 4 6 5 3 (2)
 
-Across nodes the ring visits the nodes in the folded order and each of them once. It enters and leaves a node on a rail:
-from a rank to the rank of the same place in the next node, whose network ports share a switch. Which rail follows from
-the two nodes, so that again few pairs serve all rings. Ranks that fill no whole node are visited from the whole node
-next to them. The order of Megatron-LM's pull request 6801, which bounds the peers of a rank by four, is the same idea.
+Across nodes the ring visits each node once, in folded order. It crosses between nodes on a rail: from a rank to the
+rank of the same local index, whose network ports share a switch. The rail is a function of the two nodes, so that again
+few pairs serve all rings. Ranks of a partly used node are inserted next to a rank of the nearest whole node.
+Megatron-LM's pull request 6801, which bounds the peers of a rank by four, has the same idea.
 
-Where u ranks of a group share the heads, the ring is one of *sets*: each u ranks that follow each other. Sets
-stand as their first ranks do in such a ring. The ranks of one place in all sets are a ring of their own, and those of a
-set meet all others of it.
+With a Ulysses degree u > 1, every u consecutive ranks form a Ulysses group, and the ring is one of Ulysses groups,
+ordered by their first ranks. The i-th ranks of all Ulysses groups form one ring, and the ranks of a Ulysses group
+exchange heads all-to-all.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from itertools import pairwise, permutations, product
 
 @lru_cache(maxsize=1024)
 def ring_order(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1) -> tuple[int, ...]:
-    """Return the same ranks in ring order, the members of a set next to each other.
+    """Return the ranks in ring order, with the members of a Ulysses group adjacent.
 
     Args:
         ranks: ascending ranks of a group.
         ranks_per_node: ranks r with equal r // ranks_per_node share a node.
-        heads_degree: ranks of a set, which share the heads; divides their number.
+        heads_degree: Ulysses degree; divides the number of ranks.
 
     Returns:
-        Members; the i-th is the i % heads_degree-th of its set, which is the i // heads_degree-th of the ring.
+        The ranks; entry i is member i % heads_degree of Ulysses group i // heads_degree of the ring.
     """
     if heads_degree > 1:
         sets = {ranks[i]: ranks[i : i + heads_degree] for i in range(0, len(ranks), heads_degree)}
@@ -55,13 +55,13 @@ def ring_order(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 
 
 
 def ring_pairs(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1) -> list[tuple[int, int]]:
-    """Return the pairs of ranks (lower first) that exchange messages where this group attends, each once."""
+    """Return the pairs of ranks (lower first) that exchange messages in this group's attention, without duplicates."""
     hops = ring_hops(ranks, ranks_per_node, heads_degree)
     return list(dict.fromkeys((min(hop), max(hop)) for hop in hops))
 
 
 def ring_hops(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1) -> list[tuple[int, int]]:
-    """Return (from, to) of the messages of this group: of every hop of its rings, and within its sets."""
+    """Return (from, to) of this group's attention messages: ring hops, and all-to-all within Ulysses groups."""
     order = ring_order(ranks, ranks_per_node, heads_degree)
     hops: list[tuple[int, int]] = []
     for place in range(heads_degree):
@@ -77,10 +77,10 @@ def ring_hops(ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1
 def halo_hops(
     ranks: tuple[int, ...], ranks_per_node: int, heads_degree: int = 1, *, whole_heads: bool = False
 ) -> list[tuple[int, int]]:
-    """Return (from, to) of the messages of layers with windows or states, not of rings.
+    """Return (from, to) of the halo exchange of layers with sliding windows or recurrent states.
 
-    It goes up each ring and comes down it, and gradients go back. With `whole_heads`, some of it is sent before ranks
-    have exchanged tokens for heads: the tokens before a span may then be on any member of a set.
+    Messages run along each ring in both directions without closing it, as do their gradients. With `whole_heads`, some
+    are sent before the Ulysses all-to-all, so any member of a Ulysses group may hold the tokens before a span.
     """
     order, hops = ring_order(ranks, ranks_per_node, heads_degree), set()
     for place in range(heads_degree):
@@ -111,11 +111,11 @@ def _over_whole_nodes(nodes: list[int], ranks_per_node: int) -> list[int]:
 
 
 def _rails(nodes: list[int], tour: list[int], ranks_per_node: int) -> list[int]:
-    """Return the rail from each node of the tour to the next; those of one node differ.
+    """Return the rail from each node of the tour to the next; a node enters and leaves on different rails.
 
-    Nodes two apart use the second rail and the last but one in turn. Neighbours, which only meet at the ends of the
-    tour, use the first and the last, which have fewer peers inside the node: the first at the left end and the last at
-    the right end, so that the ranks at the outer end of either node stay adjacent for those that visit it.
+    Nodes two apart alternate between the second rail and the last but one. Adjacent nodes, which the tour only joins at
+    its two ends, use the first and the last rail, whose ranks have fewer peers inside the node. The first rail serves
+    the left end and the last one the right end, which keeps the outer ranks adjacent for `_visit` to insert between.
     """
     last = ranks_per_node - 1
     if len(nodes) == 2:
@@ -134,7 +134,7 @@ def _rails(nodes: list[int], tour: list[int], ranks_per_node: int) -> list[int]:
 
 
 def _path(begin: int, end: int, count: int) -> list[int]:
-    """Return a way over 0..count-1 from `begin` to `end` by steps of one or two wherever there is one."""
+    """Return a path over all of 0..count-1 from `begin` to `end`, by steps of one or two if there is such a path."""
     if begin > end:
         return _path(end, begin, count)[::-1]
     low = [*range(begin, -1, -2)]
@@ -145,7 +145,7 @@ def _path(begin: int, end: int, count: int) -> list[int]:
 
 
 def _visit(ring: list[int], home: int, members: list[int], ranks_per_node: int) -> None:
-    """Put a node's ranks (ascending) into the ring next to a rank of the node `home`, on their rails if they can be."""
+    """Insert the ranks of a partly used node (ascending) into the ring after a rank of node `home`, on equal rails."""
     place_of_rail = {rank % ranks_per_node: place for place, rank in enumerate(members)}
 
     def rails(at: int) -> tuple[int, int]:

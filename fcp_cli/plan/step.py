@@ -1,4 +1,4 @@
-"""One planned step as flat arrays, as solvers make it, the file stores it, and the runtime follows it."""
+"""One planned step as flat arrays, the form that solvers, the plan file and the runtime share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 
 
 def offsets_of(sizes: npt.ArrayLike) -> IntArray:
-    """Return where each of several lists of these sizes begins, back to back, and where the last one ends."""
+    """Return [lists + 1] the offsets of concatenated lists of these sizes."""
     sizes = np.asarray(sizes, dtype=np.int64)
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -22,12 +22,12 @@ def offsets_of(sizes: npt.ArrayLike) -> IntArray:
 
 
 def sizes_of(offsets: IntArray) -> IntArray:
-    """Return the sizes of lists that lie back to back: the inverse of `offsets_of`."""
-    return offsets[1:] - offsets[:-1]  # np.diff costs more than the subtraction itself, at many calls per step
+    """Return [lists] the sizes of concatenated lists; the inverse of `offsets_of`."""
+    return offsets[1:] - offsets[:-1]  # called many times per step: the overhead of np.diff exceeds the subtraction
 
 
 def level_waves(groups: Iterable[Collection[int]]) -> list[int]:
-    """Return the wave of each group of ranks when each rank takes part once per wave and keeps its order."""
+    """Return the wave of each group: the earliest one after the waves of the previous groups of all its ranks."""
     next_wave: dict[int, int] = {}
     waves = []
     for ranks in groups:
@@ -38,11 +38,11 @@ def level_waves(groups: Iterable[Collection[int]]) -> list[int]:
 
 
 class RingGroup(NamedTuple):
-    """A group of degree > 1, cheap to keep and to compare.
+    """A group of degree > 1 in a compact, hashable form.
 
     Attributes:
-        packed_ranks: its ascending ranks as int32.
-        heads_degree: members of each of its sets, which share the heads.
+        packed_ranks: bytes of its ascending int32 ranks.
+        heads_degree: Ulysses degree.
     """
 
     packed_ranks: bytes
@@ -62,13 +62,13 @@ class MicroBatch:
     """One row of a plan: a pack of sequences on a group of ranks. An idle row has no sequences and takes no time.
 
     Attributes:
-        step, order: optimizer step, and position in the step's one global order.
+        step, order: optimizer step, and position in the global order of the step.
         wave: wave number under `sync: microbatch`, -1 under `iteration`.
         ranks: global ranks, ascending in a plan; their number is the degree.
         sequences: manifest row numbers.
         lengths: tokens of each sequence.
         start_seconds, seconds: predicted, from the start of the step.
-        heads_degree: u of the degree u x r: so many members in a row share the heads, and r such sets form the ring.
+        heads_degree: Ulysses degree u of the degree u x r: r groups of u consecutive ranks form the ring.
     """
 
     step: int
@@ -87,12 +87,12 @@ class MicroBatch:
 
     @property
     def ring_degree(self) -> int:
-        """r of the degree u x r."""
+        """Ring degree r of the degree u x r."""
         return self.degree // self.heads_degree
 
     @property
     def described_degree(self) -> str:
-        """The degree, and u x r where the group splits heads."""
+        """Degree as text, with u x r if the group splits heads."""
         return (
             f"{self.degree}" if self.heads_degree == 1 else f"{self.degree} = {self.heads_degree} x {self.ring_degree}"
         )
@@ -132,12 +132,12 @@ class StepPlan:
 
     @cached_property
     def degrees(self) -> IntArray:
-        """[microbatches] ranks per group."""
+        """[microbatches] number of ranks of each group."""
         return sizes_of(self.rank_offsets)
 
     @cached_property
     def is_idle(self) -> npt.NDArray[np.bool_]:
-        """[microbatches] whether a row has no sequences: its rank only takes part."""
+        """[microbatches] whether a row has no sequences."""
         return np.asarray(self.sequence_offsets[1:] == self.sequence_offsets[:-1])
 
     @cached_property
@@ -151,17 +151,17 @@ class StepPlan:
         return self.makespan_seconds / self.bound_seconds - 1.0
 
     def busy_seconds(self, num_ranks: int) -> FloatArray:
-        """Return [num_ranks] the predicted seconds in which each rank computes."""
+        """Return [num_ranks] the predicted compute seconds of each rank."""
         busy = np.zeros(num_ranks)
         np.add.at(busy, self.ranks, np.repeat(self.seconds, self.degrees))
         return busy
 
     def idle_fraction(self, num_ranks: int) -> float:
-        """Share of rank-seconds of the step in which ranks wait."""
+        """Return the idle share of the step's rank-seconds."""
         return 1.0 - float(self.busy_seconds(num_ranks).sum()) / (num_ranks * self.makespan_seconds)
 
     def microbatch(self, i: int) -> MicroBatch:
-        """Return row i on its own."""
+        """Return row i as an object."""
         members = slice(self.sequence_offsets[i], self.sequence_offsets[i + 1])
         return MicroBatch(
             step=self.step,
@@ -176,12 +176,12 @@ class StepPlan:
         )
 
     def packs_of(self, rank: int) -> list[list[int]]:
-        """Return the sequences of each micro-batch that a rank takes part in, in the order in which it runs them."""
+        """Return the sequences of each micro-batch of a rank, in execution order."""
         rows = np.repeat(np.arange(len(self)), self.degrees)[self.ranks == rank].tolist()
         return [self.sequences[self.sequence_offsets[i] : self.sequence_offsets[i + 1]].tolist() for i in rows]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the step as values that JSON knows; `plan.schema.steps_to_arrow` makes the rows of a plan file."""
+        """Return the step as JSON values; rows of a plan file come from `plan.file.schema.steps_to_arrow`."""
         return {
             "step": self.step,
             "makespan_seconds": self.makespan_seconds,
@@ -190,11 +190,11 @@ class StepPlan:
         }
 
     def ring_groups(self) -> Iterator[RingGroup]:
-        """Yield the groups of degree > 1: those that a back end with one communicator per ring must create."""
+        """Yield the groups of degree > 1, for which a back end with one communicator per ring needs process groups."""
         for i in np.flatnonzero(self.degrees > 1):
             ranks = self.ranks[self.rank_offsets[i] : self.rank_offsets[i + 1]].tobytes()
             yield RingGroup(ranks, 1 if self.heads_degree is None else int(self.heads_degree[i]))
 
     def microbatches(self) -> Iterator[MicroBatch]:
-        """Yield the rows one by one; for display and the runtime, not for inner loops."""
+        """Yield the rows as objects; too slow for inner loops."""
         return (self.microbatch(i) for i in range(len(self)))

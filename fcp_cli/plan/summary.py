@@ -1,4 +1,4 @@
-"""Totals of a plan, added up step by step: for the report after planning and for `fcp inspect`."""
+"""Totals of a plan, accumulated step by step for the report after planning and for `fcp inspect`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DegreeTotals:
     """Totals over the micro-batches of one degree.
 
     Attributes:
-        heads_degrees: micro-batches by how many ranks of their group share heads; empty where a plan has rings alone.
+        heads_degrees: number of micro-batches per Ulysses degree; empty if the plan has no Ulysses degrees.
     """
 
     microbatches: int = 0
@@ -29,18 +29,17 @@ class DegreeTotals:
     heads_degrees: Counter[int] = field(default_factory=Counter)
 
     def shapes(self, degree: int) -> str:
-        """Name the shapes heads x ring that groups of the degree have, the commonest first."""
+        """Return the u x r shapes of groups of this degree and their counts as text, most frequent first."""
         return ", ".join(f"{u} x {degree // u}: {count:,}" for u, count in self.heads_degrees.most_common())
 
 
 @dataclass(kw_only=True, slots=True)
 class PlanSummary:
-    """Totals over the steps given to `add`; idle rows count as idle time, not as micro-batches.
+    """Totals over the steps passed to `add`; idle rows count as idle time, not as micro-batches.
 
     Attributes:
-        peers: the peers of the ranks; None where nobody asks for them.
-        busiest_seconds: the seconds of the rank that computes most in each step, added up; None where ranks have no
-            stages.
+        peers: peer count of the ranks, or None if not needed.
+        busiest_seconds: sum over steps of the compute seconds of the step's busiest rank; None without pipelines.
     """
 
     num_ranks: int
@@ -60,7 +59,7 @@ class PlanSummary:
 
     @classmethod
     def of(cls, metadata: PlanMetadata) -> PlanSummary:
-        """Make an empty summary for a plan."""
+        """Return an empty summary for a plan."""
         return cls(
             num_ranks=metadata.num_ranks,
             padding_multiple=metadata.padding_multiple,
@@ -69,7 +68,7 @@ class PlanSummary:
         )
 
     def add(self, step: StepPlan) -> None:
-        """Count one more step."""
+        """Add the totals of a step."""
         self.steps += 1
         if self.peers is not None:
             self.peers.add(step)
@@ -111,13 +110,13 @@ class PlanSummary:
 
     @property
     def idle_fraction(self) -> float:
-        """Share of all rank-seconds in which ranks wait."""
+        """Idle share of all rank-seconds."""
         total = self.num_ranks * self.makespan_seconds
         return 1.0 - self.busy_rank_seconds / total if total else 0.0
 
     @property
     def bubble_fraction(self) -> float | None:
-        """Share of the steps in which even the rank that computes most waits; None where ranks have no stages."""
+        """Share of the step time in which even the busiest rank idles; None without pipelines."""
         if self.busiest_seconds is None:
             return None
         return 1.0 - self.busiest_seconds / self.makespan_seconds if self.makespan_seconds else 0.0

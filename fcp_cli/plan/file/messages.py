@@ -1,4 +1,4 @@
-"""Messages between a training job and its planner process: a line of JSON, and a table behind it."""
+"""Messages between a training job and its planner process: a line of JSON followed by an Arrow table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fcp_cli.plan.step import StepPlan
 
 
 class Message(NamedTuple):
-    """One message: `kind` and other facts, and the bytes of a table; empty where there is none."""
+    """One message: `kind` and other facts, and the bytes of a table, empty if it has none."""
 
     facts: Mapping[str, Any]
     table: bytes
@@ -24,14 +24,14 @@ class Message(NamedTuple):
 
 
 def write_message(pipe: IO[bytes], facts: Mapping[str, Any], table: bytes = b"") -> None:
-    """Write one message and let it go."""
+    """Write one message and flush the pipe."""
     pipe.write(json.dumps({**facts, "bytes": len(table)}).encode() + b"\n")
     pipe.write(table)
     pipe.flush()
 
 
 def read_message(pipe: IO[bytes]) -> Message | None:
-    """Return the next message; None where the other end has closed, or ended in its midst."""
+    """Return the next message, or None at the end of the pipe or if the message is truncated."""
     line = pipe.readline()
     if not line.endswith(b"\n"):
         return None
@@ -41,7 +41,7 @@ def read_message(pipe: IO[bytes]) -> Message | None:
 
 
 def table_bytes(table: pa.Table) -> bytes:
-    """Return an Arrow table as bytes."""
+    """Serialize an Arrow table."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -49,16 +49,16 @@ def table_bytes(table: pa.Table) -> bytes:
 
 
 def table_of(message: bytes) -> pa.Table:
-    """Return the table that `table_bytes` made bytes of."""
+    """Deserialize the output of `table_bytes`."""
     with pa.ipc.open_stream(pa.py_buffer(message)) as reader:
         return reader.read_all()
 
 
 def steps_bytes(steps: Sequence[StepPlan]) -> bytes:
-    """Return planned steps as bytes: the rows of a plan file."""
+    """Serialize planned steps as the rows of a plan file."""
     return table_bytes(steps_to_arrow(steps))
 
 
 def steps_of(message: bytes) -> list[StepPlan]:
-    """Return the steps that `steps_bytes` made bytes of."""
+    """Deserialize the output of `steps_bytes`."""
     return list(steps_from_arrow(table_of(message)))

@@ -1,4 +1,4 @@
-"""A plan whose content is proven to be that of its plan hash."""
+"""Reading of a plan's metadata with its hash verified."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fcp_cli.reading.verified import content_hash_of
 
 
 def read_proven(path: Path) -> PlanMetadata:
-    """Read a plan's metadata, and prove that the file was not edited since it was made.
+    """Return a plan's metadata after verifying the file's content against its plan hash.
 
     Raises:
         PlanError: the plan is missing, damaged or was edited.

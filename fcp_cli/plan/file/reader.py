@@ -1,4 +1,4 @@
-"""Reads a plan by steps, without holding it whole."""
+"""Streaming reader of a plan file, one step at a time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fcp_cli.reading.parquet import FAILURES, open_parquet, reason_of
 
 
 class PlanReader:
-    """An open plan file: `metadata`, and steps in order from any step on.
+    """An open plan file: its `metadata`, and its steps in order from any step on.
 
     Raises:
         PlanError: the file is missing, damaged, foreign, or has columns of another type.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path = Path(path)  # scripts hand on FCP_PLAN as text
+        self.path = path = Path(path)  # scripts pass FCP_PLAN as a string
         if mistaken := another_kind(path, "plan"):
             raise PlanError(mistaken)
         try:
@@ -57,10 +57,10 @@ class PlanReader:
                 raise PlanError(f"{self.path}: the column {field.name} is {found.field(index).type}, not {field.type}")
 
     def steps(self, first: int = 0) -> Iterator[StepPlan]:
-        """Yield the steps from `first` on, without gaps; row groups that end before it are not read.
+        """Yield the steps from `first` on, skipping row groups that end before it.
 
         Raises:
-            PlanError: the file is damaged, or a step holds a value that no plan has.
+            PlanError: the file is damaged, a step is missing, or a step holds an invalid value.
         """
         due = max(first, self.metadata.first_step)
         for step, fault in self.stored_steps(first):
@@ -72,9 +72,9 @@ class PlanReader:
             due += 1
 
     def stored_steps(self, first: int = 0) -> Iterator[tuple[StepPlan, BrokenRule | None]]:
-        """Yield the steps from `first` on as they are stored, each with the first value that no plan has, or None.
+        """Yield the steps from `first` on as stored, each with its first invalid value, or None.
 
-        For those that report faults, or show the rest: all others read `steps`.
+        For callers that report faults or display damaged plans; all others use `steps`.
         """
         limits = self.metadata.num_ranks, self.metadata.manifest.rows
         held: pa.Table | None = None
@@ -89,7 +89,7 @@ class PlanReader:
             yield from (found for found in stored_steps(held, *limits) if found[0].step >= first)
 
     def predicted_seconds(self) -> tuple[IntArray, FloatArray]:
-        """Return [steps] the optimizer steps, and [steps] the makespan of each, reading two columns alone."""
+        """Return [steps] optimizer step numbers and [steps] makespans, reading only two columns."""
         try:
             table = self._without_nulls(self._file.read(columns=["step", "step_seconds"]))
         except FAILURES as error:
@@ -103,14 +103,14 @@ class PlanReader:
         return steps, seconds
 
     def planned_lengths(self) -> IntArray:
-        """Return [manifest rows] the planned tokens of each row; 0 of one that the plan drops."""
+        """Return [manifest rows] the planned tokens of each row, 0 for dropped rows."""
         lengths = np.zeros(self.metadata.manifest.rows, dtype=np.int64)
         for step in self.steps():
             lengths[step.sequences] = step.lengths
         return lengths
 
     def tables(self, first: int = 0) -> Iterator[pa.Table]:
-        """Yield the rows in stored order, by row groups, without those that end before step `first`."""
+        """Yield the row groups in stored order, skipping those that end before step `first`."""
         try:
             for group in range(self._file.num_row_groups):
                 meta: Any = self._file.metadata.row_group(group)
@@ -125,7 +125,7 @@ class PlanReader:
             ) from error
 
     def _without_nulls(self, table: pa.Table) -> pa.Table:
-        # A foreign writer may declare columns nullable, and NumPy would read a null as whatever lies below it.
+        # Another writer may declare columns nullable, and NumPy would read the undefined value behind a null.
         for name in table.schema.names:
             column = table.column(name)
             values = column.combine_chunks().flatten() if pa.types.is_list(column.type) else column
@@ -134,7 +134,7 @@ class PlanReader:
         return table
 
     def content_hash(self) -> str:
-        """Return the hash of the file's present content; it equals `metadata.plan_hash` unless the file was edited."""
+        """Return the hash of the file's actual content; it differs from `metadata.plan_hash` if the file was edited."""
         hasher = PlanHasher()
         for table in self.tables():
             hasher.update(table)
@@ -142,7 +142,7 @@ class PlanReader:
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    # Types of lists are equal only if they agree on whether an item may be null, which is for the writer to say.
+    # Arrow list types also compare the nullability of their items, which is up to the writer.
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found) and found.value_type == wanted.value_type)
     return bool(found == wanted)

@@ -1,4 +1,4 @@
-"""The columns of a plan file (contract `fcp-plan/1`), and steps to and from Arrow."""
+"""Columns of a plan file (format `fcp-plan/1`), and conversion of steps to and from Arrow."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _HEADS_DEGREE = pa.field("heads_degree", pa.int32(), nullable=False)
 
 
 def schema_of(*, splits_heads: bool) -> pa.Schema:
-    """Return the columns of a plan: with one for the heads degree where its metadata has the key `attention`."""
+    """Return the columns of a plan, including `heads_degree` if its metadata has the key `attention`."""
     return SCHEMA.append(_HEADS_DEGREE) if splits_heads else SCHEMA
 
 
 def steps_to_arrow(steps: Sequence[StepPlan]) -> pa.Table:
-    """Turn several steps into rows, in order, without a Python object per row."""
+    """Convert steps to rows, in order, without a Python object per row."""
     schema = schema_of(splits_heads=bool(steps) and steps[0].heads_degree is not None)
     return pa.Table.from_batches([_step_to_batch(step, schema) for step in steps], schema=schema)
 
@@ -62,7 +62,7 @@ def _lists(offsets: Any, values: Any, column: str) -> pa.ListArray:
 
 
 def steps_from_arrow(table: pa.Table) -> Iterator[StepPlan]:
-    """Yield the steps of a table whose rows are ordered by (step, order); every step in it must be whole."""
+    """Yield the steps of a table of whole steps, with rows ordered by (step, order)."""
     table = table.combine_chunks()
     steps = table.column("step").to_numpy()
     if not len(steps):

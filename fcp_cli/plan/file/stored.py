@@ -1,7 +1,7 @@
-"""The border of a plan: steps as a file holds them, each with the first value that no plan can have.
+"""Validation of plan rows at the trust boundary: steps as stored, each with its first invalid value.
 
-Whatever passes here may index arrays, be divided by and be added up; no reader behind it checks again. Rules that a
-sound plan keeps beyond that (budget, coverage, times that follow from the profile) are for `check` to prove.
+Values that pass here are safe to index with, divide by and sum; no reader behind it checks again. Further rules of a
+valid plan (budget, coverage, times that follow from the profile) are checked by `plan.check`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MOST_SECONDS: Final = 1e15
 
 
 def stored_steps(table: pa.Table, num_ranks: int, rows: int) -> Iterator[tuple[StepPlan, BrokenRule | None]]:
-    """Yield the steps of a table whose rows lie by step, each with its first fault, or None.
+    """Yield the steps of a table sorted by step, each with its first fault, or None.
 
     Args:
-        table: the columns of a plan, without nulls; every step in it is whole.
-        num_ranks, rows: ranks of the job and rows of the manifest, which steps may refer to.
+        table: the columns of a plan, without nulls and with whole steps only.
+        num_ranks, rows: ranks of the job and rows of the manifest, the bounds of a step's indices.
     """
     order = table.column("order").to_numpy()
     unpaired = list_sizes(table, "sequences") != list_sizes(table, "lengths")
@@ -43,7 +43,11 @@ def stored_steps(table: pa.Table, num_ranks: int, rows: int) -> Iterator[tuple[S
 
 
 def steps_in_order(table: pa.Table, metadata: PlanMetadata, *, rows: int, due: int) -> list[StepPlan]:
-    """Return the steps of a table that a journal kept, of which the first is `due`."""
+    """Return the consecutive steps of a table from a journal; the first must be step `due`.
+
+    Raises:
+        DamagedError: the columns are not those of the plan, or a step is invalid or out of order.
+    """
     if not table.schema.equals(schema_of(splits_heads=metadata.attention is not None)):
         raise DamagedError("it does not have the columns of steps")
     steps: list[StepPlan] = []
@@ -55,7 +59,7 @@ def steps_in_order(table: pa.Table, metadata: PlanMetadata, *, rows: int, due: i
 
 
 def broken_values(step: StepPlan, num_ranks: int, rows: int) -> BrokenRule | None:
-    """Return the first fault of a step's values, or None."""
+    """Return the first invalid value of a step, or None."""
     return (
         broken_ranks(step, num_ranks)
         or broken_heads(step)
@@ -66,12 +70,12 @@ def broken_values(step: StepPlan, num_ranks: int, rows: int) -> BrokenRule | Non
 
 
 def broken_seconds(values: FloatArray) -> npt.NDArray[np.bool_]:
-    """Return which of these predicted seconds are no time of a plan."""
-    return ~((values >= 0) & (values <= MOST_SECONDS))  # of NaN, no comparison holds
+    """Return a mask of the seconds that are negative, NaN or above `MOST_SECONDS`."""
+    return ~((values >= 0) & (values <= MOST_SECONDS))  # negated, because NaN fails every comparison
 
 
 def list_sizes(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
-    """Return [rows] how many items each list of a column has."""
+    """Return [rows] the length of each list of a column."""
     return np.asarray(pc.list_value_length(table.column(column)).to_numpy(), dtype=np.int64)
 
 

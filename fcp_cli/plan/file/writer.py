@@ -1,4 +1,4 @@
-"""Writes a plan step by step in constant memory; the file exists whole or not at all."""
+"""Streaming writer of a plan file, in constant memory; the file appears atomically."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fcp_cli.plan.step import RingGroup, StepPlan
 
 # Row groups hold whole steps, so that a reader can start at any step without reading earlier ones.
 _ROWS_PER_ROW_GROUP = 32_768
-# Ascending, or scattered over so many values that a dictionary has nearly as many entries.
+# Delta-encoded: ascending, or so many distinct values that a dictionary would be nearly as long as the column.
 _DELTAS = ("order", "wave", "ranks", "sequences")
 
 
 class PlanWriter:
-    """Append steps in order; `metadata` is final (totals, hash) after the block of `plan_writer`."""
+    """Writer of steps in order; `metadata` has its totals and hash once the block of `plan_writer` ends."""
 
     def __init__(self, parquet: pq.ParquetWriter, metadata: PlanMetadata) -> None:
         self.metadata = metadata
@@ -39,7 +39,11 @@ class PlanWriter:
         self._most_sequences = 1
 
     def append(self, step: StepPlan) -> None:
-        """Add the next step."""
+        """Append the next step.
+
+        Raises:
+            PlanError: the step takes longer than a plan can hold.
+        """
         due = self.metadata.first_step + self._steps
         if step.step != due:
             raise ValueError(f"step {step.step} appended where step {due} is due")
@@ -61,11 +65,11 @@ class PlanWriter:
             return
         table = steps_to_arrow(self._pending).combine_chunks()
         self._hasher.update(table)
-        self._parquet.write_table(table, row_group_size=max(len(table), 1))  # one group; pyarrow refuses a size of 0
+        self._parquet.write_table(table, row_group_size=max(len(table), 1))  # one group; pyarrow rejects a size of 0
         self._pending, self._pending_rows = [], 0
 
     def finish(self) -> None:
-        """Write pending steps, then the totals and the hash into the file's footer."""
+        """Flush pending steps, then write the totals and the hash to the file's footer."""
         self._flush()
         metadata = replace(self.metadata, steps=self._steps, distinct_groups=len(self._groups))
         if not metadata.has_equal_batches:
@@ -80,7 +84,7 @@ class PlanWriter:
 
 @contextmanager
 def plan_writer(path: Path, metadata: PlanMetadata) -> Iterator[PlanWriter]:
-    """Write a plan to `path`; left by an exception, the block leaves nothing behind.
+    """Write a plan to `path`; if the block raises, no file is left.
 
     Raises:
         FcpError: the file cannot be written.

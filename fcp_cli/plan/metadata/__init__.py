@@ -1,1 +1,1 @@
-"""What a plan says of itself: settings, masks, mixture, refits, hash, and the command that makes it again."""
+"""Metadata of a plan: settings, masks, mixture, refits, hash, and the command that reproduces it."""

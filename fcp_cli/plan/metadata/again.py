@@ -1,4 +1,4 @@
-"""The `fcp plan` command of a plan, rebuilt from its metadata, for messages that suggest to plan again."""
+"""The `fcp plan` command of a plan, rebuilt from its metadata for error messages that suggest replanning."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def plan_again(
     manifest: str | None = None,
     given_model: str | None = None,
 ) -> str:
-    """Return the whole command that makes a plan like this one, under a name of its own.
+    """Return the full command that makes an equivalent plan in a new file.
 
     Args:
-        plan: its file, which the command does not replace.
-        ranks: other ranks than the plan's; ranks per node and token budget are then worked out anew.
-        model: another model than the cost profile's; its recipe is then worked out anew.
-        recipe: another recipe than the plan's.
-        changes: words for further options that differ; an option in them replaces the plan's.
-        manifest: another manifest than the plan's.
-        given_model: the --model of the command that failed: where the plan's own model is found, if it is that.
+        plan: file of the plan, which the command does not overwrite.
+        ranks: number of ranks if not the plan's; caps ranks per node and drops the rank speeds.
+        model: model if not the cost profile's; token budget, sync and recipe are then left to `fcp plan`.
+        recipe: recipe if not the plan's.
+        changes: command-line words of further options, which override the plan's.
+        manifest: manifest if not the plan's.
+        given_model: --model of the failed command, tried first as the location of the plan's own model.
     """
     name = _another(plan, "" if ranks in (None, metadata.num_ranks) else f"-{ranks}-ranks")
     wanted = ranks or metadata.num_ranks
-    if metadata.continues is not None:  # the run's batches and settings come from its folder
+    if metadata.continues is not None:  # batches and settings come from the run's folder
         words = ["fcp", "plan", "--continue-from", "RUN", "--ranks", str(wanted), *changes, "-o", str(name)]
         return shlex.join(words)
     profile = _profile_of(metadata)
@@ -67,14 +67,14 @@ def plan_again(
 
 
 def _another(plan: Path, ending: str) -> Path:
-    """Return a name near the plan's that no file has."""
+    """Return an unused file name derived from the plan's."""
     endings = chain((ending,), (f"{ending}-{number}" for number in count(2)))
     names = (plan.with_name(f"{plan.stem}{one}{plan.suffix}") for one in endings)
     return next(name for name in names if name != plan and not name.exists())
 
 
 def _profile_of(metadata: PlanMetadata) -> CostProfile | None:
-    from fcp_cli.cost.profile import parse_cost_profile  # of a failure alone: ranks need no cost model
+    from fcp_cli.cost.profile import parse_cost_profile  # lazy: ranks import this module but need no cost model
 
     try:
         return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
@@ -83,13 +83,13 @@ def _profile_of(metadata: PlanMetadata) -> CostProfile | None:
 
 
 def _own_manifest(metadata: PlanMetadata, plan: Path) -> str:
-    """Return the plan's manifest, of which the plan keeps the name alone, next to the plan if it is there."""
+    """Return the path of the plan's manifest next to the plan if it exists there, else its bare name."""
     beside = plan.parent / metadata.manifest.name
     return str(beside) if beside.exists() else metadata.manifest.argument
 
 
 def _own_model(profile: CostProfile | None, plan: Path, given: str | None) -> str:
-    """Return the argument that finds the plan's model, of which the plan keeps the name alone."""
+    """Return a --model argument that resolves to the plan's model, of which the plan stores only the name."""
     from fcp_cli.models.model import known_model
 
     if profile is None:
@@ -106,14 +106,16 @@ def _basis(profile: CostProfile | None, model: str, *, is_other: bool) -> Iterat
         yield ["--cluster", profile.cluster]
     elif is_other:
         yield ["--model", model]
-    elif profile is not None:  # its file's name is not in the plan; without one fcp would plan for another model
+    elif (
+        profile is not None
+    ):  # a placeholder: the plan does not store the file name, and no profile means another model
         yield ["--profile", "profile.yaml"]
 
 
 def _plain(
     metadata: PlanMetadata, profile: CostProfile | None, ranks: int, *, is_same_model: bool
 ) -> Iterator[list[str]]:
-    """Yield the options of one value each that are not at their default."""
+    """Yield the single-value options that differ from their defaults."""
     batching, overlong = metadata.batching, metadata.overlong
     by_tokens = None if batching is None else batching.tokens
     is_derived = profile is not None and profile.memory.tokens_per_rank() == metadata.tokens_per_rank

@@ -1,4 +1,4 @@
-"""The rules by which sequences that follow each other become global batches."""
+"""Rules that cut a stream of sequences into global batches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 def cut_by_count(items: Iterable[T], count: int) -> Iterator[list[T]]:
-    """Yield the items in batches of `count`; the last may have fewer."""
+    """Yield batches of `count` items; the last may have fewer."""
     batch: list[T] = []
     for item in items:
         batch.append(item)
-        if len(batch) == count:  # yielded as soon as it is whole: the next item may be long in coming
+        if len(batch) == count:  # yield before fetching the next item, which may block
             yield batch
             batch = []
     if batch:
@@ -25,7 +25,7 @@ def cut_by_count(items: Iterable[T], count: int) -> Iterator[list[T]]:
 
 
 def cut_by_tokens(items: Iterable[T], most_tokens: int, tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in batches of at most `most_tokens` tokens; one that has more alone is a batch of its own."""
+    """Yield batches of at most `most_tokens` tokens; an item that exceeds them is a batch by itself."""
     batch: list[T] = []
     tokens = 0
     for item in items:
@@ -43,6 +43,6 @@ def cut_by_tokens(items: Iterable[T], most_tokens: int, tokens_of: Callable[[T],
 
 
 def offsets_by_tokens(length_tokens: IntArray, most_tokens: int) -> IntArray:
-    """Return [batches + 1] where the batches of `cut_by_tokens` begin."""
+    """Return [batches + 1] the offsets of the batches of `cut_by_tokens`."""
     batches = cut_by_tokens(length_tokens.tolist(), most_tokens, int)
     return np.cumsum([0, *(len(batch) for batch in batches)], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The plan hash: equal content gives an equal hash, whatever wrote the file and however it was split into row groups.
+"""Plan hash: equal content has an equal hash, independent of the writer and of the split into row groups.
 
 One running SHA-256 per column over little-endian values (a list column has two: list lengths and values), then one
 over the column digests and the canonical metadata. Streaming, so a plan of any size is hashed in constant memory.
@@ -23,19 +23,22 @@ _SCALARS = {
     "step_seconds": "<f8",
     "step_bound_seconds": "<f8",
 }
-_HEADS_DEGREE = "heads_degree", "<i4"  # a column of plans that split heads; others have the hash that they had before
+_HEADS_DEGREE = (
+    "heads_degree",
+    "<i4",
+)  # optional column, so that plans without it keep their hash from before it existed
 _LISTS = {"ranks": "<i4", "sequences": "<i8", "lengths": "<i4"}
 
 
 class PlanHasher:
-    """Feed it the rows in order, in pieces of any size; ask for the hash once."""
+    """Streaming hasher of plan rows, which must arrive in order, in pieces of any size."""
 
     def __init__(self) -> None:
         names = [*_SCALARS, *(f"{name}.{part}" for name in _LISTS for part in ("length", "values"))]
         self._digests: dict[str, Any] = {name: hashlib.sha256() for name in names}
 
     def update(self, rows: pa.RecordBatch | pa.Table) -> None:
-        """Add rows that follow those already given."""
+        """Hash the next rows."""
         for batch in rows.to_batches() if isinstance(rows, pa.Table) else (rows,):
             for name, dtype in self._scalars_of(batch):
                 self._feed(name, batch.column(name).to_numpy(zero_copy_only=False), dtype)
@@ -53,7 +56,7 @@ class PlanHasher:
         return scalars
 
     def _feed(self, name: str, values: Any, dtype: str) -> None:
-        # One width and byte order for all, so that the hash depends neither on the writer's types nor on the machine.
+        # Fixed width and byte order: the hash depends neither on the writer's types nor on the machine.
         self._digests[name].update(np.ascontiguousarray(values, dtype=dtype).tobytes())
 
     def hexdigest(self, metadata: PlanMetadata) -> str:

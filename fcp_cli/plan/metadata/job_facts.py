@@ -1,4 +1,4 @@
-"""The facts of a training job that its plan is made from, as its ranks tell them to the process that plans."""
+"""Facts of a training job that its ranks report to the planning process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PLANNED_BY_ITSELF: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningWish:
-    """Options typed for the plan of a job that starts without one.
+    """Command-line options for the plan of a job that starts without one.
 
     Attributes:
-        model: shipped name or description in place of the loop's own model.
-        profile: cost profile.
+        model: name of a shipped model or path of a description, overriding the loop's own model.
+        profile: path of a cost profile.
     """
 
     model: str | None = None
@@ -35,19 +35,19 @@ class PlanningWish:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFacts:
-    """A training loop as its plan sees it.
+    """Settings of a training loop that its plan depends on.
 
     Attributes:
-        loop: its class, for messages.
-        device: kind of device that the ranks run on.
-        rows_per_pass: rows of a rank's forward in the loop without a plan, which pads them to the longest.
+        loop: class name of the loop, for messages.
+        device: device type of the ranks.
+        rows_per_pass: per-device batch size of the loop without a plan.
         global_batch_size: rows of an optimizer step, over all ranks.
-        packs_to: tokens of the rows that the loop without a plan packs its sequences into, 0 if only its longest
-            sequence tells; None: it pads.
-        epochs: passes over the data; None: only the loop knows, and is planned for until it ends.
-        steps: the steps where training stops; None: after the epochs.
+        packs_to: pack length in tokens of the loop without a plan; 0 if it is the longest sequence, None if the loop
+            pads instead of packing.
+        epochs: passes over the data; None if only the loop knows when it ends.
+        steps: optimizer steps to train; None: until the epochs end.
         recipe: settings of a `RecipeRequest`.
-        config: the configuration of the model, as its config.json has it.
+        config: contents of the model's config.json.
     """
 
     loop: str

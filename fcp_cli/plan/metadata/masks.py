@@ -1,4 +1,4 @@
-"""The masks of a manifest's sequences as a plan's metadata keeps them: whoever follows the plan needs no manifest."""
+"""Attention masks of a manifest's rows, stored in the plan's metadata so that the runtime needs no manifest."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PlannedMasks:
     """Masks of all rows of the manifest.
 
     Attributes:
-        count: numbers of all rows together.
-        packed: base64 of zlib of int32: how many numbers each row has, then the numbers; "" for `full`, which has none.
+        count: total count of numbers over all rows.
+        packed: base64 of zlib of int32: the count of each row, then all numbers; "" for `full`, which has none.
     """
 
     kind: MaskKind
@@ -32,14 +32,18 @@ class PlannedMasks:
     packed: str = ""
 
     def of_rows(self, rows: int) -> MaskRows:
-        """Unpack the masks of so many rows."""
+        """Unpack the masks of a manifest of `rows` rows.
+
+        Raises:
+            ValueError: the packed text is damaged or too large.
+        """
         if self.kind == "full":
             return MaskRows("full", np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64))
         if rows + self.count > _MOST_NUMBERS:
             raise ValueError(f"{rows} rows with {self.count} numbers")
         size = (rows + self.count) * _NUMBER.itemsize
         try:
-            # No more than one byte too many: damaged data may unpack to any size.
+            # Bounded to detect excess by one byte: damaged data may unpack to any size.
             found = zlib.decompressobj().decompress(base64.b64decode(self.packed, validate=True), size + 1)
         except (binascii.Error, zlib.error) as error:
             raise ValueError(str(error)) from error
@@ -53,7 +57,7 @@ class PlannedMasks:
 
 
 def planned_masks(masks: MaskRows | None) -> PlannedMasks | None:
-    """Pack masks for a plan; None where there are none, or more than a plan keeps."""
+    """Pack masks for a plan; None if there are none, or if they exceed the size limit."""
     if masks is None or masks.kind == "full":
         return None if masks is None else PlannedMasks(kind="full")
     values = np.concatenate((np.diff(masks.offsets), masks.numbers)).astype(_NUMBER)

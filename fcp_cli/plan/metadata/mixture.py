@@ -1,6 +1,6 @@
-"""Mixtures of manifests: how many sequences of each source a step trains, and which source a row belongs to.
+"""Mixtures of manifests: sequences per source in each step, and the source of each row.
 
-The sources stand one after the other as one virtual manifest, whose row numbers a plan's column `sequences` holds.
+The concatenated sources form one virtual manifest, whose row numbers a plan's column `sequences` holds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 from fcp_cli.arrays import IntArray
 from fcp_cli.validation import NonNegativeCount
 
-# Multiples of the golden ratio's fraction fill the unit interval more evenly than those of any other number.
+# The golden ratio as a 64-bit fraction: its multiples modulo 1 have the lowest discrepancy.
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
-_GRID: Final = 2.0**20  # shares are rounded to it, so that whole numbers of sequences stay whole
+_GRID: Final = 2.0**20  # shares are rounded to this grid, so that integer shares survive rounding errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureSource:
-    """A manifest of a mixture, with its rows of the virtual manifest."""
+    """A manifest of a mixture."""
 
     name: str
     rows: NonNegativeCount
@@ -30,7 +30,7 @@ class MixtureSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureStage:
-    """Weights of the sources from a step on, up to the next stage; they need not add up to 1."""
+    """Source weights from `first_step` until the next stage; they need not sum to 1."""
 
     first_step: NonNegativeCount
     weights: tuple[float, ...]
@@ -38,13 +38,13 @@ class MixtureStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Sources in the order of their rows, and stages ascending by their first step, of which the first is 0."""
+    """Sources in virtual row order, and stages ascending by first step, beginning with step 0."""
 
     sources: tuple[MixtureSource, ...]
     stages: tuple[MixtureStage, ...]
 
     def fault(self, rows: int) -> str:
-        """Return why no manifest of so many rows has this mixture, or nothing."""
+        """Return the reason why the mixture is invalid for a virtual manifest of `rows` rows, or ""."""
         begins = [stage.first_step for stage in self.stages]
         if not self.sources or sum(source.rows for source in self.sources) != rows:
             return f"its sources do not have {rows} rows together"
@@ -61,20 +61,20 @@ class Mixture:
 
     @property
     def offsets(self) -> IntArray:
-        """Return [sources + 1] the first virtual row of each source, and the number of all rows."""
+        """[sources + 1] first virtual row of each source, then the total number of rows."""
         return np.cumsum([0, *(source.rows for source in self.sources)], dtype=np.int64)
 
     def locate(self, row: int) -> tuple[int, int]:
-        """Return the source of a virtual row, and its row there."""
+        """Return (source, row in the source) of a virtual row."""
         offsets = self.offsets
         source = int(np.searchsorted(offsets, row, side="right")) - 1
         return source, row - int(offsets[source])
 
     def counts(self, first: int, end: int, batch_size: int) -> IntArray:
-        """Return [end - first, sources] the sequences of each source in these steps.
+        """Return [end - first, sources] the number of sequences of each source in steps `first` to `end` - 1.
 
-        Each is the source's exact share of the batch, rounded down or up, and a row's sum is `batch_size`. Systematic
-        sampling at multiples of the golden ratio: over many steps the mean of a count is the exact share.
+        Each count is the source's exact share of the batch, rounded down or up, and each row sums to `batch_size`.
+        Systematic sampling at multiples of the golden ratio makes the mean count converge to the exact share.
         """
         steps = np.arange(first, end, dtype=np.uint64)
         turns = (steps * _GOLDEN >> np.uint64(11)).astype(np.float64) / 2.0**53

@@ -1,4 +1,4 @@
-"""The settings of a job that plans while it trains: the one value that its ranks and its planning process share."""
+"""Settings of a job that plans while it trains, shared by its ranks and its planner process."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fcp_cli.words import first_sentence
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineOptions:
-    """How a job plans while it trains.
+    """Options of online planning.
 
     Attributes:
-        ahead: steps that are planned before the one that trains; 0 where a batch depends on the step before it.
-        stream_begins: whether after a restart the stream comes `over` again from its first sequence, or goes on from
-            `here`, as rollouts do.
+        ahead: steps planned ahead of the training step; 0 if a batch depends on the previous step.
+        stream_begins: position of the data stream after a restart: `over` at its first sequence, or `here` at the
+            current step, as for rollouts.
         refit_every: steps between refits of the profile to measured micro-batches; None: never.
     """
 
@@ -34,7 +34,7 @@ class OnlineOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnlineSettings:
-    """Settings of an online plan: the metadata of a plan without totals, and the search."""
+    """Settings of an online plan: plan metadata without totals, and planning options."""
 
     metadata: PlanMetadata
     options: OnlineOptions
@@ -44,7 +44,7 @@ class OnlineSettings:
 
 
 def settings_of_json(document: Mapping[str, Any], *, name: str) -> OnlineSettings:
-    """Read the document of `OnlineSettings.to_json`; `name` is the file's in messages."""
+    """Parse the document of `OnlineSettings.to_json`; `name` identifies the file in messages."""
     where = f"{name}: it does not say what to plan for"
     if not isinstance(document, Mapping) or set(document) != {"metadata", "options"}:
         raise RunError(where)
@@ -64,5 +64,5 @@ def read_online_settings(path: Path) -> OnlineSettings:
 
 
 def manifest_of(plan: Path) -> Path:
-    """Return where the lengths of a plan that is made while training are kept."""
+    """Return the path of the manifest that an online plan records its lengths in."""
     return plan.with_name(f"{plan.stem}.lengths.parquet")

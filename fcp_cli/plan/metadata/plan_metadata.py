@@ -1,4 +1,4 @@
-"""The metadata of a plan: the JSON under the Parquet schema's key `fcp`."""
+"""Metadata of a plan: the JSON under the Parquet schema's key `fcp`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from fcp_cli.validation import Count, NonNegativeCount, validated
 
 FORMAT: Final = "fcp-plan/1"
 METADATA_KEY: Final = FOOTER_KEY
-# A reader must know these or refuse the plan, since steps, times and budgets mean something else with them. They are
-# omitted if None, so that plans without them keep the hash from before the keys existed.
+# Keys that change the meaning of steps, times or budgets, so readers that do not know them must reject the plan. They
+# are omitted if None, so that plans without them keep the hash from before the keys existed.
 _OPTIONAL_KEYS: Final = (
     *("attention", "batching", "continues", "encoder_balance", "encoder_ranks"),
     *("masked_sequences", "masks", "mixture", "padding_multiple", "phase", "pipeline", "rank_speeds"),
@@ -47,7 +47,7 @@ ShuffleKind = Literal["index-free"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestReference:
-    """The manifest a plan was made from: its sequences are row numbers into it."""
+    """Manifest of a plan, which the plan's sequences are row numbers of."""
 
     name: str
     rows: RowCount
@@ -55,13 +55,13 @@ class ManifestReference:
 
     @property
     def argument(self) -> str:
-        """Argument of a command line that names it; `-` for data that came from a pipe."""
+        """Command-line argument for the manifest; `-` if it came from a pipe."""
         return "-" if self.name == "stdin" else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlongReport:
-    """The treatment of sequences longer than `max_length`; `sequences` of them were met."""
+    """Policy for sequences longer than `max_length` tokens, and the number of such `sequences`."""
 
     policy: Literal["error", "drop", "truncate"] = "error"
     max_length: Count | None = None
@@ -70,12 +70,12 @@ class OverlongReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continuation:
-    """The run that a plan continues, from its `first_step` on.
+    """Run that a plan continues from `first_step` on.
 
     Attributes:
-        plan_hash, num_ranks: the plan hash and number of ranks of the plan that the run followed until then.
-        first_step: optimizer step that the plan begins with; all before it are trained.
-        trained: the rows that the epoch of `first_step` has trained before; see `pack_rows`.
+        plan_hash, num_ranks: of the plan that the run followed until then.
+        first_step: first optimizer step of the plan; all earlier ones are trained.
+        trained: mask of the rows already trained in the epoch of `first_step`, encoded by `pack_rows`.
     """
 
     plan_hash: str
@@ -86,13 +86,13 @@ class Continuation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batching:
-    """How global batches were formed, where they are not simply `global_batch_size` sequences each.
+    """Batching rule of a plan whose global batches are not simply `global_batch_size` sequences each.
 
     Attributes:
-        by: `tokens`: the next sequences that have at most so many tokens together, one at least; `given`: the stream
-            gave whole batches; `sequences`: so many each.
-        tokens: most tokens of a batch by tokens; None by other rules.
-        reorder_window: of plans of earlier versions: so many batches of a stream shared their sequences out anew.
+        by: `tokens`: consecutive sequences up to a token limit, at least one; `given`: whole batches from the stream;
+            `sequences`: a fixed number of sequences.
+        tokens: token limit of a batch under `tokens`, else None.
+        reorder_window: batches of a stream whose sequences were redistributed; only in plans of earlier versions.
     """
 
     by: Literal["sequences", "tokens", "given"] = "sequences"
@@ -106,9 +106,9 @@ def pack_rows(mask: npt.NDArray[np.bool_]) -> str:
 
 
 def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
-    """Decode the mask [rows] that `pack_rows` encoded."""
+    """Decode the mask [rows] of `pack_rows`; raise ValueError if it is damaged."""
     try:
-        # No more than one byte too many: damaged data may unpack to any size.
+        # Bounded to detect excess by one byte: damaged data may unpack to any size.
         unpacked = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), -(-rows // 8) + 1)
         packed = np.frombuffer(unpacked, dtype=np.uint8)
     except (binascii.Error, zlib.error) as error:
@@ -120,27 +120,26 @@ def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanMetadata(PlanSetup):
-    """Everything needed to follow, check and reproduce a plan; `num_ranks` are all ranks of the job.
+    """Everything needed to follow, check and reproduce a plan; `num_ranks` counts all ranks of the job.
 
     Attributes:
-        masked_sequences: rows of the manifest whose mask factor says that they are not causal; None: none.
-        masks: the masks of the manifest's rows, where it was built with some; None: it was not, or they are too many.
-        phase: `forward`: micro-batches have no backward, and times and token budget are of that; None: they train.
-        rank_speeds: the speeds of ranks that are not as fast as the cost profile says, by rank; None: all are (see
-            `speeds`).
-        refits: the refits of a run that planned while it trained, ascending by step; None: none.
-        last_batch: treatment of a last, partial batch: `keep` plans it, `drop` drops its sequences.
-        epochs: how often every sequence appears.
-        step_limit: only that many first steps were planned; None: all.
-        batching: how batches were formed that are not of `global_batch_size` sequences in order, which is then the most
-            that one has; None: they are.
+        phase: `forward` if times and token budget are of micro-batches without backward; None: training.
+        global_batch_size: sequences of a global batch; the most of any batch unless `has_equal_batches`.
+        masked_sequences: number of manifest rows with a non-causal mask factor, or None.
+        masks: masks of the manifest's rows; None if it has none or they exceed the size limit.
+        rank_speeds: speeds of the ranks that deviate from the cost profile, by rank, or None; see `speeds`.
+        refits: refits during online planning, ascending by step, or None.
+        epochs: passes over the data.
+        last_batch: policy for a partial last batch: `keep` plans it, `drop` drops its sequences.
+        step_limit: number of steps that planning stopped after; None: no limit.
+        batching: batching rule, or None for `global_batch_size` sequences in order.
         solver_options: settings of the solver besides the common ones.
-        cost_profile: the whole text of the YAML.
+        cost_profile: full text of the YAML file.
         shuffle_kind: `index-free`: epochs are permuted by `planning.shuffling`; None: by PCG64's permutation.
-        mixture: sources and weights of a manifest that mixes several, or None.
-        continues: the run that the plan continues; None: it begins with step 0.
+        mixture: sources and weights if the manifest is a mixture, or None.
+        continues: run that the plan continues; None: it begins with step 0.
         plan_hash: content hash over rows and metadata; see `hashing`.
-        created: ISO time, outside the hash.
+        created: ISO time, not hashed.
     """
 
     fcp_version: str
@@ -171,7 +170,7 @@ class PlanMetadata(PlanSetup):
 
     @property
     def mask_rows(self) -> MaskRows | None:
-        """The masks of the manifest's rows, where the plan keeps them."""
+        """Unpacked masks of the manifest's rows, or None if the plan stores none."""
         return None if self.masks is None else self.masks.of_rows(self.manifest.rows)
 
     @property
@@ -180,23 +179,23 @@ class PlanMetadata(PlanSetup):
         return self.num_ranks * self.devices_per_rank
 
     def refit_at(self, step: int) -> ScheduledRefit | None:
-        """Return the refit that a step was planned by; None: none."""
+        """Return the refit that applied to a step, or None."""
         return refit_at(self.refits, step)
 
     def speeds_at(self, step: int) -> Speeds | None:
-        """Return [ranks] the speeds that a step was planned by; None: all as the cost profile says."""
+        """Return [ranks] the rank speeds that a step was planned with; None if all match the cost profile."""
         refit = self.refit_at(step)
         named = {**(self.rank_speeds or {}), **(refit.rank_speeds if refit is not None else {})}
         return speeds_of(named, self.num_ranks)
 
     @property
     def first_step(self) -> int:
-        """The number of its first step."""
+        """First step of the plan; not 0 if it continues a run."""
         return 0 if self.continues is None else self.continues.first_step
 
     @property
     def end_step(self) -> int:
-        """One more than the number of its last step: optimizer steps of the whole run."""
+        """End of the plan's steps, exclusive: optimizer steps of the whole run."""
         return self.first_step + self.steps
 
     @property
@@ -206,25 +205,25 @@ class PlanMetadata(PlanSetup):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch, whatever part of it is planned."""
-        if not self.has_equal_batches:  # one epoch, all of it planned
+        """Optimizer steps of a full epoch, even if only part of it is planned."""
+        if not self.has_equal_batches:  # such plans have one epoch and plan all of it
             return self.end_step
         return steps_per_epoch(self.planned_rows, self.global_batch_size, self.last_batch)
 
     @property
     def planned_rows(self) -> int:
-        """Rows of the manifest that an epoch goes over, before a last batch is dropped."""
+        """Manifest rows of an epoch: all but overlong ones that are dropped; includes a dropped last batch."""
         dropped = self.overlong.sequences if self.overlong.policy == "drop" else 0
         return self.manifest.rows - dropped
 
     def hashed_json(self) -> bytes:
-        """Return the part of the metadata that the plan hash covers, in one canonical form."""
+        """Return the hashed part of the metadata as canonical JSON."""
         document = self._document()
         del document["plan_hash"], document["created"]
         return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
     def to_json(self) -> str:
-        """Return the text that stands in the file."""
+        """Return the metadata as JSON text, as stored in the file."""
         return json.dumps(self._document())
 
     def _document(self) -> dict[str, Any]:
@@ -238,7 +237,11 @@ class PlanMetadata(PlanSetup):
 
 
 def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetadata:
-    """Read the metadata of a Parquet schema; `name` stands for the file in messages."""
+    """Parse the metadata of a Parquet schema; `name` identifies the file in messages.
+
+    Raises:
+        PlanError: the metadata is missing, damaged, of another format, or inconsistent.
+    """
     try:
         document = footer_document(raw)
     except ValueError as error:
@@ -265,7 +268,7 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
 
 
 def _require_sound(metadata: PlanMetadata) -> None:
-    """Raise ValueError for ranks, stages or rows that the job or its manifest does not have."""
+    """Raise ValueError if rank speeds, masks, stages, mixture or trained rows do not fit the job and its manifest."""
     rows = metadata.manifest.rows
     again = () if metadata.pipeline is None else metadata.pipeline.recompute_seconds_per_token
     place = "rank_speeds"
@@ -289,6 +292,6 @@ def _require_sound(metadata: PlanMetadata) -> None:
 
 
 def steps_per_epoch(sequences: int, global_batch_size: int, last_batch: LastBatch) -> int:
-    """Return the optimizer steps that one epoch of so many sequences takes."""
+    """Return the number of optimizer steps of an epoch of `sequences` sequences."""
     whole, rest = divmod(sequences, global_batch_size)
     return whole + (1 if rest and last_batch == "keep" else 0)

@@ -1,4 +1,4 @@
-"""Refits of a cost profile by a run that planned while it trained, kept in the plan's metadata, step by step."""
+"""Refits of the cost profile during online planning, stored in the plan's metadata by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Meta
 from fcp_cli.plan.pricing.speeds import Speed, speeds_text
 from fcp_cli.validation import NonNegativeCount
 
-if TYPE_CHECKING:  # ranks read plans, and need nothing of the cost model
+if TYPE_CHECKING:  # ranks read plans without importing the cost model
     from fcp_cli.cost.profile import CostProfile
 
 MOST_FACTOR: Final = 10.0
@@ -28,9 +28,9 @@ class Factors:
 
     Attributes:
         microbatch: factor on the fixed seconds of a micro-batch.
-        linear: factor on terms that grow with tokens and patches.
-        attention: the attention on terms that grow with their squares.
-        ring: the seconds of a ring.
+        linear: factor on the linear layers, recomputation and the vision encoder.
+        attention: factor on attention, including windows and chunked states.
+        ring: factor on communication: ring hops, halo messages, head exchange and inverse bandwidth.
     """
 
     microbatch: Factor = 1.0
@@ -41,12 +41,12 @@ class Factors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledRefit:
-    """Refit that is valid from a step on, replacing the one before.
+    """Refit that applies from a step on, replacing the previous one.
 
     Attributes:
-        first_step: the first step that is planned by it.
-        factors: the factors of the cost profile's coefficients.
-        rank_speeds: the rank speeds of the ranks that are persistently slow; all others are as the plan says.
+        first_step: first step planned with it.
+        factors: factors on the cost profile's coefficients.
+        rank_speeds: speeds of persistent stragglers; all other ranks keep the plan's speeds.
     """
 
     first_step: NonNegativeCount
@@ -55,19 +55,19 @@ class ScheduledRefit:
 
 
 def refit_at(refits: Sequence[ScheduledRefit] | None, step: int) -> ScheduledRefit | None:
-    """Return the refit that a step is planned by; None: none."""
+    """Return the last refit that begins at or before a step, or None."""
     return next((refit for refit in reversed(refits or ()) if refit.first_step <= step), None)
 
 
 def refit_text(refit: ScheduledRefit) -> str:
-    """Describe a refit in a few words."""
+    """Return a short description of a refit."""
     changed = [f"{name} x {factor:.3g}" for name, factor in asdict(refit.factors).items() if factor != 1.0]
     slow = [speeds_text(refit.rank_speeds)] if refit.rank_speeds else []
     return ", ".join([*changed, *slow]) or "as the profile says"
 
 
 def refitted(profile: CostProfile, refit: ScheduledRefit | None) -> CostProfile:
-    """Return the profile that holds under a refit."""
+    """Return the profile with a refit's factors applied."""
     if refit is None:
         return profile
     c, by = profile.coefficients, refit.factors

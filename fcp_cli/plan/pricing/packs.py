@@ -1,4 +1,4 @@
-"""Prices packs on groups under a cost profile: the only place where sequences become the seconds of a micro-batch."""
+"""Prices of packs on groups of ranks under a cost profile; every predicted micro-batch time is computed here."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from fcp_cli.recipe import SplitAttention
 
 
 class EncoderShares(NamedTuple):
-    """Who encodes the pictures of a wave.
+    """Ranks that share the encoding of a wave's images.
 
     Attributes:
-        ranks: the ranks that share the work.
-        runs_ahead: they do nothing else, and encode a wave while the others run the one before.
-        forward_share: the forward's share of the encoder's seconds; the rest is its backward, once gradients have come
-            back.
+        ranks: number of ranks that share the work.
+        runs_ahead: whether they are encoder-only ranks, which encode a wave while the others run the previous one.
+        forward_share: forward share of the encoder's seconds; the backward, after gradients return, takes the rest.
     """
 
     ranks: int
@@ -40,7 +39,7 @@ class PlacedPacks(NamedTuple):
     """Packs and the groups that run them.
 
     Attributes:
-        work: the work of the packs' sequences, back to back, on a single rank (`single_rank_work`).
+        work: single-rank work of the packs' concatenated sequences (`single_rank_work`).
         offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
         rank_offsets, ranks: group i has the ranks `ranks[rank_offsets[i]:rank_offsets[i + 1]]`, ascending.
     """
@@ -52,7 +51,7 @@ class PlacedPacks(NamedTuple):
 
 
 def encoder_shares(setup: PlanSetup, profile: CostProfile) -> EncoderShares | None:
-    """Return which ranks share the encoding of a wave's pictures, and when; None if each ring encodes its own."""
+    """Return the ranks that share the encoding of a wave's images, or None if each group encodes its own."""
     if setup.encoder_balance is None:
         return None
     if not setup.encoder_ranks:
@@ -62,21 +61,21 @@ def encoder_shares(setup: PlanSetup, profile: CostProfile) -> EncoderShares | No
     return EncoderShares(setup.encoder_ranks, runs_ahead=True, forward_share=forward_share)
 
 
-_FORWARD_SHARE = 1 / 3  # a backward multiplies twice as much
+_FORWARD_SHARE = 1 / 3  # the backward has twice the matrix products
 
 
 def beside_language(
     shares: EncoderShares, encoder_seconds: FloatArray, language_seconds: FloatArray, wave: Int32Array
 ) -> FloatArray:
-    """Return the seconds that each micro-batch waits for its wave's pictures, on top of its own work, [microbatches].
+    """Return [microbatches] the seconds that each micro-batch waits for its wave's images, on top of its own work.
 
-    Ranks that do nothing else hold one wave ahead: they send a wave's embeddings, encode the next, and run the backward
-    of the wave before, whose gradients have come meanwhile. The last wave's backward closes the step.
+    Encoder-only ranks stay one wave ahead: they send a wave's embeddings, encode the next wave, then run the backward
+    of the previous wave, whose gradients have arrived by then. The last wave's backward closes the step.
 
     Args:
-        shares: who encodes.
-        encoder_seconds: [microbatches] of the pictures of each one's wave, on one rank.
-        language_seconds: [microbatches] without them.
+        shares: ranks that encode.
+        encoder_seconds: [microbatches] single-rank seconds of all images of the micro-batch's wave.
+        language_seconds: [microbatches] seconds without images.
         wave: [microbatches] ascending from 0; all working micro-batches of a wave have the same `encoder_seconds`.
     """
     if not shares.runs_ahead:
@@ -87,7 +86,7 @@ def beside_language(
     forward, backward = shares.forward_share, 1.0 - shares.forward_share
     start = end = 0.0  # of a wave's language model
     waits = []
-    # A recurrence: a wave starts when its pictures are there and the wave before has ended.
+    # Recurrence: a wave starts once its images are encoded and the previous wave has ended.
     for number, (encoding, computing) in enumerate(zip(encoder, language, strict=True)):
         before = backward * encoder[number - 2] if number > 1 else 0.0
         ready = start + forward * encoding + before
@@ -95,7 +94,7 @@ def beside_language(
         waits.append(start - end)
         end = start + computing
     before = backward * encoder[-2] if len(encoder) > 1 else 0.0
-    # Behind the last wave come the backwards of the last two.
+    # The encoder backward of the last two waves runs after the last wave.
     waits[-1] += max(end, start + before) + backward * encoder[-1] - end
     return np.repeat(np.array(waits), np.diff(first, append=len(wave)))
 
@@ -111,10 +110,10 @@ def step_prices(
     """Price the micro-batches of a planned step.
 
     Args:
-        step: the planned step; lengths are its own, after truncation.
-        profile: any cost profile, the plan's own or another.
-        rank_speeds: the rank speeds of the plan at this step; None: all as the profile says.
-        manifest: gives `eta` and vision columns; without it every sequence counts as causal text.
+        step: planned step, with lengths after truncation.
+        profile: cost profile, not necessarily the plan's.
+        rank_speeds: rank speeds at this step; None: all match the profile.
+        manifest: source of `eta` and vision columns; without it every sequence is priced as causal text.
     """
     sequences = planned_sequences(step, manifest)
     shares = encoder_shares(setup, profile)
@@ -128,7 +127,7 @@ def step_prices(
     prices = microbatch_prices(packs, setup, profile, heads=step.heads_degree)
     if shares is None:
         return prices.at_speeds(rank_speeds, step.rank_offsets, step.ranks)
-    # The whole wave waits for its pictures, whichever ring they belong to.
+    # The whole wave waits for its images, even groups that have none.
     shared, text = wave_encoder_seconds(vision_seconds(sequences, profile), step.sequence_offsets, step.wave), prices[0]
     return Prices(np.where(step.is_idle, 0.0, text + beside_language(shares, shared, text, step.wave)))
 
@@ -139,9 +138,9 @@ def microbatch_prices(
     """Price packs on groups of ranks.
 
     Args:
-        setup: gives nodes and padding.
-        heads: [microbatches] ranks of each group that share heads; or how groups may share them, and each then does so
-            that it takes least (`quickest_heads`); None: groups are rings.
+        setup: ranks per node and padding multiple.
+        heads: [microbatches] Ulysses degrees; or an attention split, of which each group gets its fastest Ulysses
+            degree (`quickest_heads`); None: rings only.
     """
     attention, heads_degree = (heads, None) if isinstance(heads, str) else (None, heads)
     pack, working = _working_packs(packs, setup, profile)
@@ -158,7 +157,7 @@ def microbatch_prices(
         sets_cross_nodes=heads_degree is not None
         and ranks_together(rank_offsets, ranks, per_node)[working] % shared != 0,
     )
-    # A group of one rank has nothing to share.
+    # A group of one rank has no Ulysses degree to choose.
     wide = np.flatnonzero(degree > 1)
     if attention is not None and len(wide):
         _choices, found = _by_heads(attention, pack.take(wide), working[wide], packs, per_node, profile)
@@ -170,9 +169,9 @@ def microbatch_prices(
 
 
 def quickest_heads(attention: SplitAttention, packs: PlacedPacks, setup: PlanSetup, profile: CostProfile) -> Int32Array:
-    """Return [microbatches] how many ranks of each group share heads, so that it takes least; of equals the fewest.
+    """Return [microbatches] the fastest Ulysses degree of each group; on ties the smallest.
 
-    Under `ulysses` all of a group, else a number of which every set lies inside a node.
+    Under `ulysses` it is the degree of the group, else one whose Ulysses groups all lie within a node.
     """
     assert profile.heads is not None, "a profile without the block `heads` knows rings alone"
     degree = sizes_of(packs.rank_offsets)
@@ -182,15 +181,15 @@ def quickest_heads(attention: SplitAttention, packs: PlacedPacks, setup: PlanSet
     pack, working = _working_packs(packs, setup, profile)
     wide = np.flatnonzero(degree[working] > 1)
     choices, seconds = _by_heads(attention, pack.take(wide), working[wide], packs, setup.ranks_per_node, profile)
-    # argmin takes the first of equals, and choices rise: the fewest.
+    # argmin returns the first of equal values, and choices ascend: the smallest degree.
     best[working[wide]] = choices[seconds.argmin(axis=0), 0]
     return best
 
 
 def _working_packs(packs: PlacedPacks, setup: PlanSetup, profile: CostProfile) -> tuple[Work, IntArray]:
-    """Return the work of the packs that have sequences, padded for their groups, and their positions."""
+    """Return the padded work of the non-empty packs, and their indices."""
     working = np.flatnonzero(sizes_of(packs.offsets))
-    # Packs without sequences take no room in `work`: the others lie back to back without them.
+    # Empty packs have no entries in `work`, so the starts of the others are contiguous offsets.
     offsets, degree = np.append(packs.offsets[working], packs.offsets[-1:]), sizes_of(packs.rank_offsets)[working]
     return pack_work(packs.work, offsets, degree, profile, setup.padding_multiple), working
 
@@ -203,9 +202,9 @@ def _by_heads(
     ranks_per_node: int,
     profile: CostProfile,
 ) -> tuple[IntArray, FloatArray]:
-    """Return Ulysses degrees, [choices, 1 or groups], and the seconds of packs with each, [choices, groups].
+    """Return candidate Ulysses degrees, [choices, 1 or groups], and the seconds of packs with each, [choices, groups].
 
-    It is infinite where sets would not lie inside nodes, but under `ulysses`, which has no other choice.
+    Seconds are infinite if a Ulysses group would span nodes, except under `ulysses`, which has no alternative.
     """
     assert profile.heads is not None, "a profile without the block `heads` knows rings alone"
     degree = sizes_of(packs.rank_offsets)[groups]
@@ -225,10 +224,10 @@ def _by_heads(
 
 
 def wave_encoder_seconds(encoder_seconds: FloatArray, offsets: IntArray, wave: Int32Array) -> FloatArray:
-    """Add up over waves: [microbatches] the seconds on one rank of all pictures of the wave of each micro-batch.
+    """Return [microbatches] the single-rank encoder seconds of all images of each micro-batch's wave.
 
     Args:
-        encoder_seconds: the encoder seconds of the packs' sequences, back to back.
+        encoder_seconds: encoder seconds of the packs' concatenated sequences.
         offsets: [microbatches + 1] pack i has the sequences `offsets[i]:offsets[i + 1]`.
         wave: [microbatches] from 0.
     """
@@ -237,12 +236,12 @@ def wave_encoder_seconds(encoder_seconds: FloatArray, offsets: IntArray, wave: I
 
 
 def without_pictures(sequences: LengthTable) -> LengthTable:
-    """Return the same sequences as if they were text."""
+    """Return the sequences without their vision columns."""
     return replace(sequences, vision_patches=None, vision_patch_pairs=None)
 
 
 def single_rank_work(sequences: LengthTable, profile: CostProfile, padding_multiple: int | None) -> Work:
-    """Return the work of each sequence on one rank, padded for that; no group pads less, so bounds may use it."""
+    """Return the work of each sequence on one rank, padded for one rank; no group pads less, so it is a lower bound."""
     padded = padded_tokens(sequences.length_tokens, 1, padding_multiple)
     return sequence_work(replace(sequences, length_tokens=padded), profile)
 
@@ -250,13 +249,13 @@ def single_rank_work(sequences: LengthTable, profile: CostProfile, padding_multi
 def pack_work(
     work: Work, offsets: IntArray, degree: npt.ArrayLike, profile: CostProfile, padding_multiple: int | None
 ) -> Work:
-    """Add up the work of packs on groups of `degree` ranks ([packs], or one for all); none of the packs is empty.
+    """Sum the work of non-empty packs, with the padding of their groups.
 
     Args:
-        work: the work of the packs' sequences, back to back, on a single rank.
+        work: single-rank work of the packs' concatenated sequences.
         offsets: [packs + 1] pack p has the sequences `offsets[p]:offsets[p + 1]`.
-        degree: ranks of each pack's group.
-        profile, padding_multiple: padding of rings, and its price.
+        degree: ranks of each pack's group, [packs] or one for all.
+        profile, padding_multiple: prices and multiple of padding.
     """
     first = offsets[:-1]
     if padding_multiple is not None:
@@ -266,7 +265,7 @@ def pack_work(
 
 
 def planned_sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTable:
-    """Return the sequences of a step in its own order, with its own lengths and, if given, the manifest's factors."""
+    """Return the sequences of a step in step order, with the step's lengths and the manifest's factors, if given."""
     lengths = step.lengths.astype(np.int64)
     if manifest is None:
         return LengthTable(name="", length_tokens=lengths)
@@ -281,9 +280,9 @@ def planned_sequences(step: StepPlan, manifest: LengthTable | None) -> LengthTab
 
 
 def ranks_together(rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: int) -> IntArray:
-    """Return [groups] the greatest number that divides how many ranks each group has on every one of its nodes."""
+    """Return [groups] the greatest common divisor of the numbers of ranks that each group has on its nodes."""
     node = ranks // ranks_per_node
-    # Runs of ranks on one node; a group's first rank begins a run, too.
+    # Runs of ranks on one node; adjacent groups on one node are separate runs.
     begins = np.concatenate(([True], node[1:] != node[:-1]))
     begins[rank_offsets[:-1]] = True
     first = np.flatnonzero(begins)
@@ -291,6 +290,5 @@ def ranks_together(rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: in
 
 
 def crosses_nodes(rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: int) -> npt.NDArray[np.bool_]:
-    """Return [groups] whether each group's ranks lie on more than one node; ranks ascend within a group."""
-    # Ascending ranks: the first and the last tell.
+    """Return [groups] whether each group spans more than one node; ranks must ascend within a group."""
     return np.asarray(ranks[rank_offsets[:-1]] // ranks_per_node != ranks[rank_offsets[1:] - 1] // ranks_per_node)

@@ -1,4 +1,4 @@
-"""The work of sequences with padding; apart from `padding.py`, so that ranks read plans without the cost model."""
+"""Work of padded sequences; separate from `padding.py`, so that ranks read plans without the cost model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fcp_cli.plan.pricing.padding import padded_tokens
 
 
 def padded_work(work: Work, degree: npt.ArrayLike, multiple: int | None, profile: CostProfile) -> Work:
-    """Return the work of sequences padded for groups of `degree` ranks, still before division by it.
+    """Return the work of sequences padded for groups of `degree` ranks, not yet divided by the degree.
 
     Args:
-        work: the work of the sequences as they are, or padded for one rank; no group pads less.
-        degree: the degree of the group of each; broadcasts.
-        multiple: the padding multiple, or None: nothing is padded.
-        profile: the profile for the seconds of a padding token outside attention.
+        work: work of the sequences, unpadded or padded for one rank.
+        degree: degree of each sequence's group; broadcasts.
+        multiple: padding multiple, or None for no padding.
+        profile: cost profile, for the linear and window seconds of padding tokens.
     """
     if multiple is None:
         return work
     tokens = padded_tokens(work.tokens, degree, multiple)
-    # Kernels run the padding, too: attention grows with the square of the length, in windows with the length.
+    # Kernels compute padding, too: attention scales with the square of the length, window attention linearly.
     growth = tokens / work.tokens
     added = profile.coefficients.linear_seconds_per_token * (tokens - work.tokens)
     windows = work.windows

@@ -1,13 +1,13 @@
-"""Padding: the length of a sequence on a ring of equal chunks, as Transformer Engine and MindSpeed cut it.
+"""Padding of a sequence to equal ring chunks, as in Transformer Engine and MindSpeed.
 
-This is the definition; the planner's kernels repeat it, and a test holds the two equal bit by bit.
+This is the reference; the planner's kernels reimplement it, and a test holds the two bitwise equal.
 
-On d ranks a sequence is cut into 2 d chunks. Chunks are equally long where its length is a multiple of 2 d; under
-sequence parallelism each rank's share must also divide over the devices of its tensor parallelism. A plan has
-one number for it, the padding multiple: on d ranks a sequence counts as rounded up to a multiple of d times it.
+On d ranks a sequence is cut into 2 d chunks, which are equal only if its length is a multiple of 2 d. Under sequence
+parallelism each rank's share must also be divisible by the tensor-parallel size. Both follow from one number of the
+plan, the padding multiple: on d ranks a sequence is padded to a multiple of d times it.
 
-Since a rank's share of a sequence is then a multiple of the padding multiple, and never grows with the degree:
-a pack that fits d ranks fits any more, and a token budget may be rounded down to such a multiple without loss.
+A rank's share of a sequence is thus a multiple of the padding multiple and never grows with the degree. Hence a pack
+that fits d ranks also fits more, and the token budget may be rounded down to the padding multiple without loss.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _CHUNKS_PER_RANK = 2  # one from the front of the sequence and one from its back
 
 
 def padding_multiple(tensor_parallel: int = 1) -> int:
-    """Return the tokens that a rank's share of a sequence must be a multiple of.
+    """Return the padding multiple of a rank's share of a sequence, in tokens.
 
     Args:
-        tensor_parallel: devices over which sequence parallelism divides the share; 1 without it.
+        tensor_parallel: tensor-parallel size under sequence parallelism; 1 without it.
     """
     return _CHUNKS_PER_RANK * tensor_parallel
 
 
 def padded_tokens(length_tokens: npt.ArrayLike, degree: npt.ArrayLike, multiple: int | None) -> IntArray:
-    """Return lengths with padding; the arguments broadcast.
+    """Return padded lengths in tokens; the arguments broadcast.
 
     Args:
-        length_tokens: the lengths of sequences.
-        degree: the degree of the ring that each runs on.
-        multiple: the padding multiple, or None: nothing is padded.
+        length_tokens: lengths of the sequences.
+        degree: degree of each sequence's group.
+        multiple: padding multiple, or None for no padding.
     """
     lengths = np.asarray(length_tokens, dtype=np.int64)
     if multiple is None:
@@ -46,12 +46,12 @@ def padded_tokens(length_tokens: npt.ArrayLike, degree: npt.ArrayLike, multiple:
 
 
 def padded_lengths(step: StepPlan, multiple: int | None) -> IntArray:
-    """Return [sequences] the lengths of a step, in its order, with padding."""
+    """Return [sequences] the padded lengths of a step, in step order."""
     return padded_tokens(step.lengths, np.repeat(step.degrees, np.diff(step.sequence_offsets)), multiple)
 
 
 def held_tokens(step: StepPlan, multiple: int | None) -> IntArray:
-    """Return [microbatches] the tokens that the ranks of each micro-batch hold together, with padding."""
+    """Return [microbatches] the padded tokens of each micro-batch, over all its ranks."""
     if multiple is None:
         return step.tokens
     return np.diff(offsets_of(padded_lengths(step, multiple))[step.sequence_offsets])

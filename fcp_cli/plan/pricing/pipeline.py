@@ -1,8 +1,7 @@
-"""Pipelines of a plan's replicas: figures of their timeline that the cost profile lacks.
+"""Pipeline settings of a plan that the cost profile lacks, and block times for the timeline.
 
-A profile's seconds of a micro-batch are a replica's, all its devices sharing the work evenly: the mean of the seconds
-that its devices compute. Blocks of layers are equally long; on the last of them comes the loss head, on the first a
-vision encoder, which the profile's mean has spread over all.
+A profile's seconds of a micro-batch are the mean over a replica's devices. Blocks of layers take equally long, except
+that the last also runs the loss head and the first the vision encoder, which the mean spreads over all of them.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ class Pipeline:
     """The pipelines of a plan.
 
     Attributes:
-        virtual_stages: blocks of layers on each device, whose schedule is then interleaved; 1 is plain 1F1B.
-        forward_share: the forward share of the seconds of a block; the rest is its backward, with its recomputation.
-        head_share: the share of the seconds of the language model's matrices, for the loss head alone.
-        recompute_seconds_per_token: [stages] of the rank's tokens, for the layers that each stage recomputes, if they
-            differ: the seconds of a micro-batch have their mean.
-        send_seconds, send_seconds_per_token: the time of a message from one block to the next: for itself, and for
-            each token of it that a rank holds.
+        virtual_stages: blocks of layers per device; 1 is plain 1F1B, more is the interleaved schedule.
+        forward_share: forward share of a block's seconds; the backward with its recomputation takes the rest.
+        head_share: share of the loss head in the seconds of the language model's matrices.
+        recompute_seconds_per_token: [stages] recomputation seconds per token of a rank, if stages differ; the profile's
+            seconds of a micro-batch include their mean.
+        send_seconds, send_seconds_per_token: latency of a message between blocks, and its time per token of a rank.
     """
 
     virtual_stages: StageCount = 1
@@ -40,22 +38,22 @@ class Pipeline:
 
     @property
     def mean_recompute_seconds(self) -> float:
-        """Seconds per token of a rank that a stage recomputes in the mean."""
+        """Mean recomputation seconds of a stage per token of a rank."""
         again = self.recompute_seconds_per_token
         return sum(again) / len(again) if again else 0.0
 
     def missing_waves(self, waves: int, stages: int) -> int:
-        """Return how many idle waves must follow: Megatron interleaves whole rounds of P micro-batches alone."""
+        """Return the idle waves to append, since Megatron only interleaves multiples of `stages` micro-batches."""
         return -waves % stages if self.virtual_stages > 1 else 0
 
     def run(self, rank_offsets: IntArray, ranks: Int32Array, prices: Prices, *, stages: int, num_ranks: int) -> Run:
-        """Run a step of priced micro-batches on replicas of `stages` devices."""
+        """Simulate a step of priced micro-batches on replicas with `stages` pipeline stages."""
         return run(self.laid_out(rank_offsets, ranks, prices, stages=stages, num_ranks=num_ranks))
 
     def laid_out(
         self, rank_offsets: IntArray, ranks: Int32Array, prices: Prices, *, stages: int, num_ranks: int
     ) -> Pipelines:
-        """Return the step that `run` runs."""
+        """Return the simulation input of `run`."""
         forward, backward, sends = self.block_seconds(prices, stages)
         return Pipelines(
             stages=stages,
@@ -69,17 +67,17 @@ class Pipeline:
         )
 
     def block_seconds(self, prices: Prices, stages: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return forward and backward [microbatches, blocks] of each block, and [microbatches] of a message."""
+        """Return [microbatches, blocks] forward and backward seconds, and [microbatches] seconds of a message."""
         assert prices.encoder_seconds is not None and prices.language_seconds is not None, (
             "an encoder is no wave's here"
         )
         assert prices.rank_tokens is not None
         head = self.head_share * prices.language_seconds
         again = self.mean_recompute_seconds * prices.rank_tokens
-        # What all blocks share: the encoder, the head and recomputation are given to single stages below.
+        # Evenly spread part; encoder, head and recomputation are assigned to single blocks below.
         even = np.maximum(prices.seconds - prices.encoder_seconds - head - again, 0.0) / self.virtual_stages
         blocks = np.repeat(even[:, None], stages * self.virtual_stages, axis=1)
-        # Times the stages: the profile's seconds are the mean over all devices, of which one does it all.
+        # Times `stages`: the profile's seconds are a mean over devices, but one device does all of this.
         blocks[:, 0] += stages * prices.encoder_seconds
         blocks[:, -1] += stages * head
         sends = self.send_seconds + self.send_seconds_per_token * prices.rank_tokens

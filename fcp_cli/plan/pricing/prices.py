@@ -1,4 +1,4 @@
-"""Predicted seconds of micro-batches, apart from the cost model that gives them: training needs nothing of that."""
+"""Predicted seconds of micro-batches; separate from the cost model, so that training does not import that."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fcp_cli.plan.pricing.speeds import Speeds, slowest_speeds
 
 
 class Prices(NamedTuple):
-    """Costs of micro-batches.
+    """Predicted costs of micro-batches.
 
     Attributes:
-        seconds: [microbatches] 0 for a pack without sequences.
-        encoder_seconds: [microbatches] the part of a vision encoder; None where all ranks of a wave share it.
-        language_seconds: [microbatches] the part of the language model's matrices; None as above.
-        rank_tokens: [microbatches] that each of the ranks holds; None as above.
+        seconds: [microbatches] total seconds; 0 for an empty pack.
+        encoder_seconds: [microbatches] part of the vision encoder; None if all ranks of a wave share it.
+        language_seconds: [microbatches] part of the language model's matrices; None as above.
+        rank_tokens: [microbatches] tokens of each rank of the group; None as above.
     """
 
     seconds: FloatArray
@@ -27,11 +27,11 @@ class Prices(NamedTuple):
     rank_tokens: FloatArray | None = None
 
     def take(self, rows: IntArray) -> Prices:
-        """Return the prices of some of the micro-batches, in this order."""
+        """Return the prices of the micro-batches `rows`, in that order."""
         return Prices(*(None if values is None else values[rows] for values in self))  # type: ignore[arg-type]
 
     def spread(self, working: npt.NDArray[np.bool_]) -> Prices:
-        """Return the prices of more micro-batches, of which these are the working ones in their order; else 0."""
+        """Scatter the prices to the set entries of `working`, in order; all other entries are 0."""
 
         def spread(values: FloatArray) -> FloatArray:
             found = np.zeros(len(working))
@@ -41,7 +41,7 @@ class Prices(NamedTuple):
         return Prices(*(None if values is None else spread(values) for values in self))  # type: ignore[arg-type]
 
     def at_speeds(self, speeds: Speeds | None, rank_offsets: IntArray, ranks: Int32Array) -> Prices:
-        """Return the prices on ranks of these speeds: a micro-batch takes as long as on its slowest rank."""
+        """Return the prices scaled to rank speeds; the slowest rank determines the time of a micro-batch."""
         if speeds is None:
             return self
         slowest = slowest_speeds(speeds, rank_offsets, ranks)

@@ -1,4 +1,4 @@
-"""Settings that a plan, the problem it solves and the prices of its micro-batches share."""
+"""Settings shared by plans, planning problems and the pricing of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ EncoderBalance = Literal["wave"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShape:
-    """Number of ranks, and the devices of each.
+    """Number of ranks, their nodes, and the devices of each.
 
     Attributes:
-        num_ranks: model replicas.
+        num_ranks: number of model replicas.
         ranks_per_node: ranks r with equal r // ranks_per_node share a node; the last node may be smaller.
-        tensor_parallel, pipeline_parallel: devices of a rank are their product.
+        tensor_parallel, pipeline_parallel: parallel sizes within a rank.
     """
 
     num_ranks: RankCount
@@ -30,7 +30,7 @@ class RankShape:
 
     @property
     def devices_per_rank(self) -> int:
-        """Devices, and processes, that hold one model replica together."""
+        """Devices of one model replica, each with its own process."""
         return self.tensor_parallel * self.pipeline_parallel
 
 
@@ -39,15 +39,15 @@ class PlanSetup(RankShape):
     """Settings of every step of a plan.
 
     Attributes:
-        pipeline: timeline figures of a replica's stages; None: one stage, or a plan that took pipelines for waves.
-        sync: the sync where ranks wait for each other.
-        tokens_per_rank: the token budget, after head-room.
-        padding_multiple: multiple that `padding.padded_tokens` pads sequences to; None: no padding.
-        attention: groups may split heads: all of them nothing else (`ulysses`), or both (`2d`), as the heads degree of
-            each row says; None: all groups are rings.
-        encoder_balance: who shares the work of a vision encoder: all ranks of a `wave`; None: those of a ring.
-        encoder_ranks: the last so many ranks run nothing but the encoder, ahead of the others; None: there are none.
-        recipe: the recipe that the token budget and the times are of; None if the cost profile has none.
+        pipeline: pipeline settings of a replica; None for one stage, or if the plan times pipelines as waves.
+        sync: scope of synchronization between ranks: once per `iteration`, or after every `microbatch`.
+        tokens_per_rank: token budget of a rank, after head-room.
+        padding_multiple: padding multiple of `padding.padded_tokens`; None: no padding.
+        attention: attention split of groups: heads only (`ulysses`) or heads and ring (`2d`), with the Ulysses degree
+            in each row; None: rings only.
+        encoder_balance: ranks that share the vision encoder's work: all of a `wave`; None: those of the group.
+        encoder_ranks: number of encoder-only ranks, the last of the job, which run ahead of the others; or None.
+        recipe: recipe assumed by token budget and times; None if the cost profile has none.
     """
 
     pipeline: Pipeline | None = None
@@ -61,5 +61,5 @@ class PlanSetup(RankShape):
 
     @property
     def virtual_stages(self) -> int:
-        """Blocks of layers on each stage of a replica's pipeline."""
+        """Blocks of layers per pipeline stage; 1 without a pipeline."""
         return 1 if self.pipeline is None else self.pipeline.virtual_stages

@@ -1,4 +1,4 @@
-"""How fast ranks are against the cost profile: 1 as it says, 0.7 where a rank takes 1 / 0.7 of its seconds."""
+"""Rank speeds relative to the cost profile: a rank of speed 0.7 takes 1 / 0.7 of its seconds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Speeds: TypeAlias = tuple[float, ...]  # [ranks]
 
 
 def named_speeds(speeds: Speeds | None) -> Mapping[str, float] | None:
-    """Return the ranks that are not as the profile says, as a plan's metadata names them; None where all are."""
+    """Return the speeds other than 1 by rank number, in the form of a plan's metadata, or None if all are 1."""
     return {str(rank): speed for rank, speed in enumerate(speeds or ()) if speed != 1.0} or None
 
 
 def speeds_of(named: Mapping[str, float] | None, num_ranks: int) -> Speeds | None:
-    """Return the speeds that `named_speeds` encoded, [ranks]."""
+    """Return [ranks] the speeds encoded by `named_speeds`, or None if all are 1; raise ValueError for unknown ranks."""
     if not named:
         return None
     speeds = [1.0] * num_ranks
@@ -34,12 +34,12 @@ def speeds_of(named: Mapping[str, float] | None, num_ranks: int) -> Speeds | Non
 
 
 def slowest_speeds(speeds: Speeds, rank_offsets: IntArray, ranks: Int32Array) -> FloatArray:
-    """Return [groups] the speed of the slowest rank of each, which the others wait for in every hop of their ring."""
+    """Return [groups] the speed of the slowest rank, which the others wait for in every ring hop."""
     return np.asarray(np.minimum.reduceat(np.array(speeds)[ranks], rank_offsets[:-1]))
 
 
 def speeds_text(named: Mapping[str, float]) -> str:
-    """Describe speeds in a few words."""
+    """Return a short description of rank speeds."""
     by_speed: dict[float, list[str]] = {}
     for rank, speed in named.items():
         by_speed.setdefault(speed, []).append(rank)

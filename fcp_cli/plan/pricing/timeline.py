@@ -1,4 +1,4 @@
-"""Predicts when each micro-batch starts and the step ends: from seconds, where ranks wait, and the profile's terms."""
+"""Predicted timeline of a step: start of each micro-batch and end of the step, from their seconds and the sync."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NO_TERMS: Final = StepTerms()
 
 
 class Times(NamedTuple):
-    """When the micro-batches of a step start ([microbatches] seconds from its start), and when the step ends.
+    """Start of each micro-batch ([microbatches] seconds from the step's start), and end of the step.
 
-    In pipelines a micro-batch starts with the forward of its first block; `stuck` are those that never end, because
-    their replicas wait for each other in a circle, and the step's end is infinite where there are any.
+    In pipelines a micro-batch starts with the forward of its first block. `stuck` lists deadlocked micro-batches, whose
+    replicas wait for each other in a cycle; the makespan is then infinite.
     """
 
     start_seconds: FloatArray
@@ -29,7 +29,7 @@ class Times(NamedTuple):
 def priced_times(
     setup: PlanSetup, prices: Prices, terms: StepTerms, *, wave: Int32Array, rank_offsets: IntArray, ranks: Int32Array
 ) -> Times:
-    """Predict a step from the costs of its micro-batches, including idle rows: as pipelines if ranks have stages."""
+    """Predict a step from the prices of its rows, including idle ones; as pipelines if the setup has one."""
     if setup.pipeline is not None:
         run = setup.pipeline.run(rank_offsets, ranks, prices, stages=setup.pipeline_parallel, num_ranks=setup.num_ranks)
         ends = run.makespan_seconds + terms.closing_seconds(setup.sync)
@@ -59,20 +59,20 @@ def step_times(
 ) -> Times:
     """Predict a step from its micro-batches in their global order.
 
-    Under `iteration` a micro-batch starts when the last of its ranks has finished its earlier ones; under `microbatch`
-    a wave starts when the wave before has ended (`wave_seconds`). The end of a step (gradients, optimizer) follows its
-    last micro-batch.
+    Under `iteration` a micro-batch starts when all of its ranks have finished their earlier ones. Under `microbatch` a
+    wave starts when the previous wave ends (`wave_seconds`). Gradient reduction and the optimizer follow the last
+    micro-batch.
 
     Args:
-        sync: the sync where ranks wait for each other.
-        wave, rank_offsets, ranks, seconds: describe the micro-batches; `wave` ascends under `microbatch`.
-        num_ranks: the number of ranks of the job.
-        terms: the terms of the cost profile.
-        encoder_seconds: [microbatches] the part of `seconds` that a vision encoder takes, which matters in lockstep.
+        sync: scope of synchronization between ranks.
+        wave, rank_offsets, ranks, seconds: the micro-batches; `wave` must ascend under `microbatch`.
+        num_ranks: number of ranks of the job.
+        terms: step terms of the cost profile.
+        encoder_seconds: [microbatches] part of `seconds` in the vision encoder; only used in lockstep.
     """
     closing = terms.closing_seconds(sync)
     if sync == "microbatch":
-        first = np.flatnonzero(np.concatenate(([True], wave[1:] != wave[:-1])))  # row 0 begins a wave, too
+        first = np.flatnonzero(np.concatenate(([True], wave[1:] != wave[:-1])))  # row 0 also begins a wave
         lasts = wave_seconds(first, seconds, terms, encoder_seconds)
         ends = np.cumsum(lasts)
         start = np.repeat(np.concatenate(([0.0], ends[:-1])), np.diff(first, append=len(wave)))
@@ -84,10 +84,10 @@ def step_times(
 def wave_seconds(
     first: IntArray, seconds: FloatArray, terms: StepTerms = NO_TERMS, encoder_seconds: FloatArray | None = None
 ) -> FloatArray:
-    """Return [waves] how long each lasts: as its slowest micro-batch, in lockstep as the slowest of each module.
+    """Return [waves] the seconds of each: its slowest micro-batch, or in lockstep the sum of each module's slowest.
 
     Args:
-        first: [waves] the first micro-batch of each.
+        first: [waves] first micro-batch of each wave.
         seconds, terms, encoder_seconds: see `step_times`.
     """
     if terms.lockstep and encoder_seconds is not None:
@@ -99,8 +99,8 @@ def wave_seconds(
 
 
 def list_schedule(rank_offsets: IntArray, ranks: Int32Array, seconds: FloatArray, num_ranks: int) -> FloatArray:
-    """Return the starts under `sync: iteration`: each micro-batch, in order, as soon as all its ranks are free."""
-    # Plain lists: for a few hundred micro-batches they beat NumPy calls, and need no compiler as numba would.
+    """Return [microbatches] the starts under `sync: iteration`: in order, each once all its ranks are free."""
+    # Plain lists: faster than NumPy calls for a few hundred micro-batches, without numba's compilation.
     free = [0.0] * num_ranks
     starts = [0.0] * len(seconds)
     offsets, members, durations = rank_offsets.tolist(), ranks.tolist(), seconds.tolist()
