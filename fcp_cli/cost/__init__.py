@@ -1,1 +1,1 @@
-"""The cost model: the price of a pack of sequences on a group of ranks, as pure formulas over a YAML profile."""
+"""Cost model: predicted seconds of a pack on a group of ranks, as pure formulas over a YAML profile."""

@@ -1,7 +1,7 @@
-"""Attention kernels of NVIDIA devices: their order on each architecture, and a measured table of them.
+"""Attention kernels of NVIDIA devices: default order by architecture, and measured timings.
 
-The order is for calls that no table covers. A kernel that lacks a feature of a call (a head size, a type, a window)
-passes it on to the next of its order; FlashAttention 2, which ships with PyTorch, comes last or first and takes all.
+The default order applies to calls that no table covers. A call with a feature that a kernel lacks (a head size, a type,
+a window) falls back to the next kernel; FlashAttention 2, which ships with PyTorch, supports all calls.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from msgspec import Meta
 from fcp_cli.cost.kernel_names import KERNELS, KernelName
 from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive
 
-# A new shape costs cuDNN the construction of a graph, about 42 ms each way (pytorch#191576). Against FlashAttention 2
-# on an H100 (3.7 ms forward at 8,192 tokens, 1.05 ms at 4,096; cuDNN 1.7 times as quick), 36 layers repay that from
-# about 6,000 tokens on.
+# cuDNN builds a graph for each new shape, about 42 ms each for forward and backward (pytorch#191576). Compared with
+# FlashAttention 2 on an H100 (3.7 ms forward at 8,192 tokens, 1.05 ms at 4,096; cuDNN 1.7 times as fast), 36 layers
+# amortize it from about 6,000 tokens on.
 LEAST_UNMEASURED_TOKENS: Final = 8192
 
 
@@ -39,8 +39,8 @@ def default_order(major: int, *, rocm: bool = False) -> DefaultOrder:
     """Return the default order of attention kernels on a device.
 
     Args:
-        major: its major CUDA compute capability.
-        rocm: it is an AMD device, whose order does not depend on `major`.
+        major: major CUDA compute capability of the device.
+        rocm: whether it is an AMD device, whose order does not depend on `major`.
     """
     return _ROCM if rocm else _ORDERS.get(major, _OTHERS)
 
@@ -55,9 +55,9 @@ class ShapeClass:
     """Class of attention calls that are expected to favour the same kernel.
 
     Attributes:
-        mask: causal within sequences, or every key.
-        pack: one sequence, several of one length, or of several lengths.
-        tokens: mean queries of a sequence, as the nearest power of two.
+        mask: `causal` within sequences, or `full`.
+        pack: one sequence (`single`), several of `equal` length, or of `mixed` lengths.
+        tokens: mean query length, rounded to the geometrically nearest power of two.
     """
 
     mask: Mask
@@ -66,7 +66,7 @@ class ShapeClass:
 
 
 def shape_class(q_lengths: Sequence[int], *, causal: bool) -> ShapeClass:
-    """Return the class of a call, from figures that the host knows."""
+    """Return the class of a call from its query lengths, without a device synchronization."""
     count, total = len(q_lengths), sum(q_lengths)
     pack: Pack = "single" if count == 1 else "equal" if len(set(q_lengths)) == 1 else "mixed"
     return ShapeClass(mask="causal" if causal else "full", pack=pack, tokens=_nearest_power(total / count))
@@ -74,18 +74,18 @@ def shape_class(q_lengths: Sequence[int], *, causal: bool) -> ShapeClass:
 
 def _nearest_power(tokens: float) -> int:
     power = _LEAST_CLASS
-    while power < _MOST_CLASS and tokens * tokens > 2 * power * power:  # beyond the geometric middle
+    while power < _MOST_CLASS and tokens * tokens > 2 * power * power:  # above the geometric mean of both powers
         power *= 2
     return power
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTiming:
-    """Seconds of a kernel on a shape class.
+    """Measured seconds of a kernel on a shape class.
 
     Attributes:
-        forward_seconds, backward_seconds: the seconds of a call whose shape was called before.
-        first_seconds: extra seconds of a shape's first calls, forward and backward together.
+        forward_seconds, backward_seconds: seconds of a warmed-up call.
+        first_seconds: extra seconds of the first calls of a shape, forward and backward together.
     """
 
     kernel: KernelName
@@ -103,11 +103,10 @@ class KernelTable:
 
     Attributes:
         device, release: name of the device, version of PyTorch.
-        heads: query heads, key/value heads and their size.
-        layers: how many layers the model has; each repeats a call's shape, so that a shape's first seconds are shared
-            by so many.
-        kernel: the kernel that ran while the profile's coefficients were measured; None if a mix.
-        timings: one per kernel and class; a kernel that refused a class has none there.
+        heads: query heads, key/value heads, head size.
+        layers: layers of the model, over which the first seconds of a shape are amortized.
+        kernel: kernel that the profile's coefficients were measured with, or None if mixed.
+        timings: one per kernel and class, missing if the kernel does not support the class.
     """
 
     device: NonEmptyText
@@ -118,7 +117,7 @@ class KernelTable:
     timings: tuple[KernelTiming, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return the block in its written form."""
+        """Return the block as YAML values."""
         block: dict[str, Any] = {
             "device": self.device,
             "release": self.release,
@@ -130,11 +129,11 @@ class KernelTable:
         return {**block, "timings": [asdict(timing) for timing in self.timings]}
 
     def seconds(self, timing: KernelTiming) -> float:
-        """Return the seconds of a call forward and backward, with its share of the first call's."""
+        """Return the forward and backward seconds of a call, with its share of the first seconds."""
         return timing.forward_seconds + timing.backward_seconds + timing.first_seconds / self.layers
 
     def order(self, shape: ShapeClass) -> tuple[KernelName, ...]:
-        """Return the kernels measured on the nearest class, quickest first; empty if none has its mask."""
+        """Return the kernels measured on the nearest class, fastest first; empty if no class has the mask."""
         nearest = self._nearest(shape)
         if nearest is None:
             return ()
@@ -147,12 +146,12 @@ class KernelTable:
         return [ShapeClass(mask=mask, pack=pack, tokens=tokens) for mask, pack, tokens in found]
 
     def quickest(self) -> dict[KernelName, int]:
-        """Return the number of classes that each kernel is the quickest of, most classes first."""
+        """Return for each kernel the number of classes on which it is fastest, most classes first."""
         firsts = [self.order(one)[0] for one in self.classes()]
         return dict(sorted(((name, firsts.count(name)) for name in KERNELS if name in firsts), key=lambda one: -one[1]))
 
     def ratio(self, runs: KernelName, assumed: KernelName) -> float | None:
-        """Return how many times as long `runs` takes as `assumed`, over the classes of both; None if none has both."""
+        """Return the time of kernel `runs` relative to `assumed` over their common classes, or None without any."""
         both = [
             (self._of(one, runs), self._of(one, assumed))
             for one in self.classes()
@@ -166,7 +165,7 @@ class KernelTable:
         return found[0].forward_seconds + found[0].backward_seconds if found else 0.0
 
     def _nearest(self, shape: ShapeClass) -> tuple[Mask, Pack, int] | None:
-        """Return the class of the same mask, then pack, whose tokens are nearest by their ratio."""
+        """Return the class with the nearest tokens (by ratio) among those of the same mask and, if any, same pack."""
         with_mask = [one for one in self.classes() if one.mask == shape.mask]
         candidates = [one for one in with_mask if one.pack == shape.pack] or with_mask
         if not candidates:

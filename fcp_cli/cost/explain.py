@@ -1,4 +1,4 @@
-"""Explains a cost profile: coefficients in words, where one kind of work overtakes another, example times."""
+"""Explanation of a cost profile: meaning of its coefficients, break-even lengths, example times."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MEANINGS = {
 
 
 def figures_of(profile: CostProfile) -> dict[str, tuple[float, str]]:
-    """Return value and meaning of the numbers of a profile, by path in the file's order, without zeros of `step`."""
+    """Return (value, meaning) of a profile's numbers by path, in file order, without optional zeros."""
     blocks = (
         ("coefficients", Coefficients, profile.coefficients),
         ("bandwidth_bytes_per_second", Bandwidth, profile.bandwidth),
@@ -67,14 +67,14 @@ def figures_of(profile: CostProfile) -> dict[str, tuple[float, str]]:
 
 
 def break_even_tokens(profile: CostProfile) -> float | None:
-    """Return the length at which attention takes as long as linear work; None if it never does."""
+    """Return the length at which attention takes as long as linear work, or None."""
     return _reached_by_attention(profile.coefficients, per_token=profile.coefficients.linear_seconds_per_token)
 
 
 def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0.0) -> float | None:
-    """Return the length from which attention takes `per_token` L + `fixed` seconds or more; None if there is none.
+    """Return the length from which attention takes at least `per_token` L + `fixed` seconds, or None.
 
-    Beyond a window of w tokens, its pairs are 2 w L - w^2.
+    Sequences longer than a window of w tokens have 2 w L - w^2 pairs.
     """
     full, windowed, window = c.attention_seconds_per_token2, c.window_seconds_per_token2, c.window_tokens
     if not full + windowed:
@@ -90,9 +90,9 @@ def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0
 
 
 def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> float | None:
-    """Return the length from which attention hides all that may hide of a single sequence's ring; None if none may.
+    """Return the length from which attention hides the hideable part of a single sequence's ring, or None.
 
-    alpha1 L^2 / d = (1 - exposed share) * ring seconds of L tokens.
+    It solves alpha1 L^2 / d = (1 - exposed share) * ring seconds of L tokens, ignoring the last hop and chunk seconds.
     """
     c = profile.coefficients
     if degree < 2 or c.exposed_ring_share == 1:
@@ -102,14 +102,14 @@ def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> floa
     per_token = hidden * c.ring_bytes_per_token * (degree - 1) / bandwidth
     fixed = hidden * c.ring_hop_seconds * (degree - 1) * degree
     if c.halo_bytes_per_token:
-        c = replace(c, window_seconds_per_token2=0.0)  # which hides no ring
+        c = replace(c, window_seconds_per_token2=0.0)  # overlaps with no ring
     return _reached_by_attention(c, per_token=per_token, fixed=fixed)
 
 
 def seconds_table(
     profile: CostProfile, lengths: Sequence[int], degrees: Sequence[int], *, tier: Tier = "intra_node"
 ) -> FloatArray:
-    """Predict the seconds of a single causal sequence: [lengths, degrees]."""
+    """Predict [lengths, degrees] the seconds of a single causal sequence."""
     return group_seconds(
         profile,
         causal_work(np.asarray(lengths, dtype=np.int64)[:, None], profile.coefficients),
@@ -119,7 +119,7 @@ def seconds_table(
 
 
 def example_lengths(profile: CostProfile) -> list[int]:
-    """Return powers of two from 1024 (less where work is short) around the break-even length."""
+    """Return eight consecutive powers of two around the break-even length."""
     middle = break_even_tokens(profile) or 16384.0
     centre = round(math.log2(min(max(middle, 256.0), 2.0**40)))
     return [2**exponent for exponent in range(max(centre - 4, 6), centre + 4)]

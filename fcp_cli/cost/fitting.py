@@ -1,18 +1,18 @@
-"""Fits the coefficients of the cost model to measured micro-batches, on relative error and robust to outliers.
+"""Fit of the cost model's coefficients to measured micro-batches, on relative error and robust to outliers.
 
-With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = r - 1 (d - 1 in a ring) a sample reads
+With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = r - 1 (d - 1 in a pure ring) the model of a sample is
 
     seconds = beta1 + alpha2 T + v P + max(alpha1 A, (1 - s) ring) + s ring + exchange
     ring    = r T hops + beta2 hops,    r = alpha3 / bandwidth (one r per tier)
 
-with s = 0 where attention may hide the whole ring, and s = `exposed_ring_share` where that predicts held-out samples
-better. P = patches / d is the vision encoder's work, with pairs of patches as the patches that take as long by the
-prior. If halos travel in place of rings, A has none of attention in windows: that stands outside the maximum, in
-proportion to alpha1 by the prior, with the halos, which go at the ring's bandwidth. Exchanges of ranks that share heads
-are as the prior has them; `heads_fitting` fits these. Bytes and bandwidth only ever appear as their quotient: alpha3 is
-counted from the model, r is fitted, and the bandwidth follows. A non-negative least-squares fit without the maximum
-starts a bounded, robust one with it. Coefficients that the samples do not determine, as of a ring that
-always hides behind attention, stay near their priors.
+with s = 0 by default (attention may hide the whole ring), and s = `exposed_ring_share` if that predicts held-out
+samples better. P = patches / d is the vision encoder's work; the prior converts pairs of patches to patches. Window
+attention with a halo exchange is outside the maximum, with a price proportional to alpha1 as in the prior, and halos
+use the ring's bandwidth. Ulysses exchanges keep the prior's prices; `heads_fitting` fits those.
+
+Bytes and bandwidth only appear as a quotient, so alpha3 is counted from the model, r is fitted, and the bandwidth
+follows. A non-negative least-squares fit without the maximum is the start of a bounded, robust fit with it.
+Undetermined coefficients, such as those of a ring that attention always hides, stay near their priors.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fcp_cli.cost.model import Work, causal_work, group_seconds, unit_prices, wi
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CommonGround, CostProfile
 from fcp_cli.errors import ProfileError
 
-# Weight of "the ring is as its prior says" against one sample; enough to hold coefficients that no sample determines.
+# Weight of the ring's prior against one sample; enough to hold coefficients that no sample determines.
 PRIOR_WEIGHT = 0.02
 LEAST_SAMPLES = 5
-# An exposed share is fitted where it takes at least this share of the held-out error away: less may be chance.
+# Least relative reduction of the held-out error for which the exposed share is kept; less may be noise.
 LEAST_GAIN = 0.1
 _START_SHARE = 0.5
 
@@ -51,11 +51,11 @@ class Sample:
     Attributes:
         lengths: tokens of each sequence of the pack.
         degree: ranks of its group.
-        seconds: the time from the moment all ranks of the group were ready to the end of its backward.
+        seconds: time from when all ranks of the group are ready to the end of the backward.
         crosses_nodes: whether the group spans nodes.
-        heads_degree: ranks of a set that shares heads, inside a node.
-        silent: its peers were emulated, so that nothing was communicated.
-        patches: the patches of the pack's images and videos, and the work of their pairs of patches, in patches.
+        heads_degree: Ulysses degree; a Ulysses group must lie within a node.
+        silent: whether the peers were emulated, so that nothing was communicated.
+        patches: patches of the pack's images and videos, plus their pairs of patches converted to patches.
     """
 
     lengths: tuple[int, ...]
@@ -72,9 +72,9 @@ class Fit:
     """A fitted profile.
 
     Attributes:
-        relative_errors: [samples] predicted / measured - 1 of each sample it was fitted to.
-        kept: coefficients that the samples do not determine and that stay as they were.
-        held_out_percent: mean absolute error by model (HIDDEN_RING, EXPOSED_RING), where both could be tried.
+        relative_errors: [samples] predicted / measured - 1.
+        kept: names of undetermined coefficients, which keep the prior's values.
+        held_out_percent: mean absolute held-out error of HIDDEN_RING and EXPOSED_RING; empty unless both were tried.
     """
 
     profile: CostProfile
@@ -84,19 +84,22 @@ class Fit:
 
 
 def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequence[Sample] = ()) -> Fit:
-    """Fit alpha1, alpha2, beta1, beta2, the bandwidths and, by one factor, the encoder; all else stays as in `prior`.
+    """Fit alpha1, alpha2, beta1, beta2, the bandwidths and, by one factor, the encoder; all else comes from `prior`.
 
     Args:
         samples: measured micro-batches of one model on one cluster.
-        prior: gives bytes per token, and the ring's figures if no sample of degree > 1 determines them.
-        held_out: decide whether an exposed share predicts better; without rings among them none is fitted.
+        prior: source of bytes per token, and of the ring's figures if no sample of degree > 1 determines them.
+        held_out: samples that decide whether to keep an exposed share; none is fitted unless they include rings.
+
+    Raises:
+        ProfileError: there are too few samples, or they do not determine the coefficients.
     """
     _require_enough(samples, prior)
     terms = _Terms.of(samples, prior)
     tiers = [name for name, used in (("intra_node", terms.intra), ("inter_node", terms.inter)) if used.any()]
     profile = _fitted(terms, tiers, prior.on_common_ground(), with_share=False)
     held_out_percent: dict[str, float] = {}
-    # No ring was measured, so the prior's exposed share stays, and the fit without one beside it.
+    # Without a measured ring the prior's exposed share stays, which requires a common ground.
     if prior.common_ground is not None and not tiers:
         profile = _with_ground(_fitted(terms, tiers, prior, with_share=False), profile)
     elif tiers and any(sample.degree > 1 and not sample.silent for sample in held_out):
@@ -121,7 +124,7 @@ def fit_profile(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequ
 
 
 def _with_ground(richer: CostProfile, plain: CostProfile) -> CostProfile:
-    """Add the fit of the same samples without an exposed share to the one with it."""
+    """Return `richer` with the fit without an exposed share as its common ground."""
     ground = CommonGround(coefficients=plain.coefficients, bandwidth_bytes_per_second=plain.bandwidth)
     return replace(richer, common_ground=ground)
 
@@ -134,7 +137,7 @@ def _fitted(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
 
 
 def predicted_seconds(samples: Sequence[Sample], profile: CostProfile) -> FloatArray:
-    """Predict the seconds of samples under the cost model, causal masks assumed."""
+    """Predict [samples] seconds under the cost model, assuming causal masks."""
     c = profile.coefficients
     silent = np.array([s.silent for s in samples], dtype=bool)
     patches = np.array([s.patches for s in samples], dtype=np.float64)
@@ -161,25 +164,25 @@ def _work_of(samples: Sequence[Sample], c: Coefficients) -> Work:
 
 
 def _without_rings(c: Coefficients) -> Coefficients:
-    """Return the cost without messages."""
+    """Return the coefficients with ring and halo communication set to zero."""
     names = ("ring_bytes_per_token", "ring_hop_seconds", "last_hop_bytes_per_token", "last_hop_seconds")
     return replace(c, **dict.fromkeys((*names, "halo_bytes_per_token", "halo_message_seconds"), 0.0))
 
 
 def error_percent(samples: Sequence[Sample], profile: CostProfile) -> float:
-    """Return the mean absolute error of the predicted seconds of samples, in per cent."""
+    """Return the mean absolute relative error of predicted seconds, in percent."""
     measured = np.array([sample.seconds for sample in samples])
     return mean_absolute_percentage(predicted_seconds(samples, profile) / measured - 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Terms:
-    """The factors of the coefficients; every array is [samples]."""
+    """Factors of the coefficients in each sample; every array is [samples]."""
 
     attention: FloatArray
-    windows: FloatArray  # the part that hides no ring: of layers whose halos travel
-    chunks: FloatArray  # seconds, as the prior knows them, and so are exchanges and messages of halos
-    exchanges: FloatArray
+    windows: FloatArray  # part of `attention` that overlaps with no ring: layers with a halo exchange
+    chunks: FloatArray  # seconds by the prior
+    exchanges: FloatArray  # seconds by the prior, including halo messages
     linear: FloatArray
     patches: FloatArray
     ring: FloatArray
@@ -197,7 +200,7 @@ class _Terms:
         tokens = np.array([sum(s.lengths) for s in samples], dtype=np.float64)
         squares = np.array([_pairs(s.lengths, c) for s in samples], dtype=np.float64)
         crosses = np.array([s.crosses_nodes for s in samples], dtype=np.float64)
-        # A fit looks for the seconds in which a token travels: here one of them.
+        # The seconds per token and hop are fitted, so their factor is taken at a price of 1.
         prices = unit_prices(prior)._replace(ring=np.ones(2))
         terms = formula.group_terms(degree, shared, 0, 0, prices)
         hops = terms.sets - 1
@@ -229,7 +232,7 @@ class _Terms:
 
     @property
     def columns(self) -> FloatArray:
-        """[samples, 3 or 4] of alpha1, alpha2, beta1 and, where anything was encoded, v."""
+        """[samples, 3 or 4] design matrix of alpha1, alpha2, beta1 and, if any sample has patches, v."""
         columns = [self.attention, self.linear, np.ones_like(self.linear)]
         return np.stack([*columns, self.patches] if self.patches.any() else columns, axis=1)
 
@@ -255,12 +258,12 @@ class _Terms:
 
 
 def _ring_unit(c: Coefficients) -> float:
-    """Return the bytes whose seconds a fit looks for: alpha3, or those of halos where rings carry nothing."""
+    """Return the bytes per token that the fitted rate r stands for: alpha3, or the halo's if rings carry nothing."""
     return c.ring_bytes_per_token or c.halo_bytes_per_token
 
 
 def _pairs(lengths: Sequence[int], prior: Coefficients) -> float:
-    """Return twice the pairs of tokens of a pack; those within windows count by their price in the prior."""
+    """Return twice the token pairs of a pack; pairs within windows are weighted by their price in the prior."""
     full, windowed = prior.attention_seconds_per_token2, prior.window_seconds_per_token2
     squares = sum(length * length for length in lengths)
     if not windowed:
@@ -282,7 +285,7 @@ def _require_enough(samples: Sequence[Sample], prior: CostProfile) -> None:
             "that there are packs of three different lengths or more"
         )
     terms = _Terms.of(samples, prior)
-    # Attention, linear work and the fixed cost grow with different powers of the length: three lengths tell them apart.
+    # Attention, linear work and fixed cost scale with different powers of the length, so three lengths separate them.
     shares = {round(float(a / t), 6) for a, t in zip(terms.attention, terms.linear, strict=True)}
     loads = {round(float(t), 6) for t in terms.linear}
     if len(loads) < 2:
@@ -309,32 +312,32 @@ def _require_enough(samples: Sequence[Sample], prior: CostProfile) -> None:
 
 
 def _columns(terms: _Terms) -> FloatArray:
-    """Return the columns divided by the seconds of each sample."""
+    """Return the design matrix of relative errors."""
     return np.asarray(terms.columns / terms.seconds[:, None])
 
 
 def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_share: bool) -> list[FloatArray]:
-    """Return starting points: a maximum has no slope on its hidden side, so rings begin on both sides.
+    """Return starting points with the ring on both sides of the maximum, whose gradient vanishes on the hidden side.
 
-    NNLS gives the computation, on the smallest degree's samples where they suffice; the prior gives the ring.
+    Compute coefficients start from NNLS, on samples without a ring if they suffice, and the ring from the prior.
     """
     alone = terms.hops == 0
     columns = _columns(terms)
     chosen = columns[alone] if np.unique(terms.linear[alone]).size >= 3 else columns
     solution = non_negative_least_squares(chosen, np.ones(len(chosen)))
     c = prior.coefficients
-    # A coefficient that NNLS put to zero starts at a small share of the time, so that the robust fit can move it.
+    # Coefficients at zero start slightly above it: the robust fit works in multiples of its start.
     floor = 1e-3 * np.median(terms.seconds) / np.maximum(terms.columns.max(axis=0), 1e-30)
     rates = [_ring_unit(c) / getattr(prior.bandwidth, name) for name in tiers]
     ring = [max(c.ring_hop_seconds, 1e-6), *(max(rate, 1e-15) for rate in rates)] if tiers else []
     share = [_START_SHARE] if with_share else []
-    # A ring ten or a hundred times as dear outlasts attention, so that the fit begins on its side of the maximum.
+    # A ring 10 or 100 times as slow outlasts attention, which puts the start on the ring's side of the maximum.
     scales = (1.0, 10.0, 100.0) if tiers else (1.0,)
     return [np.concatenate([np.maximum(solution, floor), scale * np.array(ring), share]) for scale in scales]
 
 
 def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple[FloatArray, float]:
-    """Fit by bounded least squares on relative error, outliers counted linearly; return (parameters, cost)."""
+    """Return (parameters, cost) of a bounded least-squares fit of relative error with outliers counted linearly."""
     at = terms.columns.shape[1]
     ring = slice(at, at + 1 + len(tiers)) if tiers else slice(at, at)
 
@@ -343,13 +346,13 @@ def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple
         return np.concatenate([error, PRIOR_WEIGHT * (parameters[ring] / start[ring] - 1.0)])
 
     lower, upper = np.zeros(len(start)), np.full(len(start), np.inf)
-    # Bounds are multiples of the start. A ring's figures stay above zero, since a bandwidth is the inverse of one; the
-    # exposed share, the last parameter if there is one, ends at 1.
+    # Bounds are multiples of the start. Ring parameters stay above zero, since a bandwidth is the inverse of one. The
+    # exposed share, if fitted, is the last parameter and at most 1.
     lower[ring] = 1e-3
     upper[ring.stop :] = 1.0 / _START_SHARE
     parameters = robust_least_squares(residuals, start, (lower * start, upper * start))
     error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
-    # The solver's own loss, without the pull of the prior: starts are compared by the samples alone.
+    # The solver's soft-L1 loss without the prior's term, so that starts compare by the samples alone.
     soft = 2.0 * (np.sqrt(1.0 + (error / OUTLIER_RELATIVE_ERROR) ** 2) - 1.0)
     return parameters, float(soft.sum())
 
@@ -380,7 +383,7 @@ def _with_parameters(
         )
     if not tiers:
         return replace(prior, coefficients=coefficients)
-    # Measured rings have their last hops in them.
+    # Measured rings already include their last hops.
     coefficients = replace(coefficients, last_hop_bytes_per_token=0.0, last_hop_seconds=0.0)
     rates = {name: _ring_unit(c) / rate for name, rate in zip(tiers, rest[1:], strict=False)}
     share = rest[-1] if len(rest) > 1 + len(tiers) else 0.0

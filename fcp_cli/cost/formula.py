@@ -1,8 +1,8 @@
-"""The formula of a group's seconds: plain arithmetic, on floats in the compiled search and on arrays in pricing.
+"""Cost formula of a pack on a group: plain arithmetic on floats in the compiled search and on arrays in pricing.
 
-`cost.model` calls these functions with numpy arrays, which broadcast; `planning.compiled.core` compiles the very same
-functions for floats. Both round alike, so plans, prices and checks agree in every bit. Two rules keep them compilable
-and array-ready: no function calls another one of this file, and no branches: choices are minima, maxima and positions.
+`cost.model` calls these functions with NumPy arrays, which broadcast; `planning.compiled.core` compiles the same
+functions for floats. Both round alike, so plans, prices and checks agree bitwise. Two rules keep this possible: no
+function calls another one of this file, and no function branches, using minima, maxima and indices instead.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ Number: TypeAlias = Any  # a float or an integer, or an array of them
 
 
 class UnitPrices(NamedTuple):
-    """Coefficients of a cost profile, by bandwidth where they are bytes: [2] inside a node, and across nodes.
+    """Coefficients of a cost profile in seconds; terms that depend on bandwidth are [2]: inside a node, across nodes.
 
     Attributes:
         beta: fixed seconds of a micro-batch.
         exposed: share of a ring's seconds that attention cannot hide.
-        chunk: seconds that attention takes longer in a ring, per token and hop.
-        ring: [2] seconds in which a ring moves one token by one hop.
-        hop: fixed seconds of a hop.
-        home: [2] seconds of a token in a ring's last hop, which nothing hides; part of `ring`.
-        home_hop: fixed seconds of that hop.
-        reach: tokens before its own that a token attends to in layers with halos; 0: rings carry all layers.
-        halo: [2] seconds in which a token of a halo travels by one hop.
-        halo_message: fixed seconds of a halo's message.
-        key_value_heads: how many key/value heads ranks share before they hold copies; infinite if the profile prices
-            no heads.
-        exchange, key_value_exchange: [2] seconds in which all other ranks' share of a token is exchanged for heads.
-        exchange_message: fixed seconds per other rank of the exchange.
-        again: [3, 2] seconds per token of a rank, and seconds to subtract, of each line whose maximum, 0 included, is
-            the time of recomputation as needed.
+        chunk: extra seconds of attention in a ring, per token and hop.
+        ring: [2] seconds per token and ring hop.
+        hop: latency of a ring hop.
+        home: [2] seconds per token of a ring's last hop, which is never hidden; included in `ring`.
+        home_hop: latency of the last hop.
+        reach: earlier tokens that a token attends to in layers with a halo exchange; 0: rings carry all layers.
+        halo: [2] seconds per token of a halo and hop.
+        halo_message: latency of a halo message.
+        key_value_heads: Ulysses degree beyond which key/value heads are replicated; infinite if the profile prices no
+            heads.
+        exchange, key_value_exchange: [2] seconds per token of the Ulysses exchange, before the factor (u - 1) / u.
+        exchange_message: latency of the exchange per other rank.
+        again: [3, 2] slope per token of a rank and seconds to subtract, for each line of as-needed recomputation; its
+            time is the maximum of the lines and 0.
     """
 
     beta: float
@@ -56,15 +56,15 @@ class UnitPrices(NamedTuple):
 
 
 class GroupTerms(NamedTuple):
-    """Seconds on a group, each as seconds per token of a pack and fixed seconds.
+    """Prices on a group; pairs are (seconds per token of a pack, fixed seconds).
 
     Attributes:
-        chunk: seconds of attention in a ring, beyond that of attention on one rank.
-        ring, hops: those of the ring, last hop included.
-        home, home_hop: those of its last hop.
-        exchange, messages: the exchange of tokens for heads, and its messages.
-        halo: the seconds of each token of a halo.
-        sets: members of the ring, each of which is a set of ranks that share heads.
+        chunk: extra seconds of attention in a ring, per token.
+        ring, hops: ring communication, including the last hop.
+        home, home_hop: the last hop of the ring.
+        exchange, messages: Ulysses exchange.
+        halo: seconds per token of a halo.
+        sets: ring degree, the number of Ulysses groups.
     """
 
     chunk: Number
@@ -79,13 +79,13 @@ class GroupTerms(NamedTuple):
 
 
 class PackParts(NamedTuple):
-    """Seconds of a pack on its group, in parts that `overlapped_seconds` joins.
+    """Parts of the seconds of a pack on its group, combined by `overlapped_seconds`.
 
     Attributes:
-        other: seconds that overlap with nothing: fixed, linear, and exchanges for heads.
-        attention: seconds that attention computes, while the ring may travel.
-        hidden: seconds of the ring's messages that overlap with attention: the longer of the two counts.
-        exposed: seconds of the ring's messages that always add to the total.
+        other: seconds without overlap: fixed, linear, and the Ulysses exchange.
+        attention: compute seconds of attention.
+        hidden: ring seconds that overlap with attention; the longer of the two counts.
+        exposed: ring seconds that always add to the total.
     """
 
     other: Number
@@ -101,16 +101,16 @@ def group_terms(
 
     Args:
         degree: ranks of the group.
-        heads_degree: ranks of each set that shares heads; it divides the degree.
-        crosses_nodes: 1 if the group's ranks lie on more than one node, else 0.
-        sets_cross_nodes: 1 if a set's ranks do, else 0.
-        prices: the prices of the profile.
+        heads_degree: Ulysses degree; divides the degree.
+        crosses_nodes: 1 if the group spans nodes, else 0.
+        sets_cross_nodes: 1 if a Ulysses group spans nodes, else 0.
+        prices: unit prices of the profile.
     """
     sets = degree / heads_degree
     hops = sets - 1.0
     has_ring = np.minimum(hops, 1.0)  # 0 or 1
-    copies = np.maximum(1.0, heads_degree / prices.key_value_heads)  # ranks of a set that hold the same key/value head
-    # Of a token's exchange each rank keeps its own part: (u - 1) / u of it travels.
+    copies = np.maximum(1.0, heads_degree / prices.key_value_heads)  # of a key/value head within a Ulysses group
+    # A rank keeps its own part of an exchange: (u - 1) / u of the bytes are sent.
     exchanged = prices.exchange[sets_cross_nodes] + copies * prices.key_value_exchange[sets_cross_nodes]
     return GroupTerms(
         prices.chunk * hops / degree,
@@ -131,11 +131,11 @@ def pack_parts(
     """Return the parts of a pack's seconds.
 
     Args:
-        attention: seconds of attention on one rank.
-        linear: all other seconds on one rank, which hide no ring.
-        tokens: the tokens of the pack.
-        degree, terms: the degree and terms of the group.
-        prices: the prices of the profile.
+        attention: single-rank attention seconds.
+        linear: all other single-rank seconds, which overlap with no ring.
+        tokens: tokens of the pack.
+        degree, terms: degree and terms of the group.
+        prices: unit prices of the profile.
     """
     ring, home = terms.ring * tokens + terms.hops, terms.home * tokens + terms.home_hop
     exposed = prices.exposed * (ring - home) + home
@@ -148,17 +148,17 @@ def pack_parts(
 
 
 def overlapped_seconds(parts: PackParts) -> Number:
-    """Return the seconds of a pack, halos and recomputation aside: attention runs while its ring travels."""
+    """Return the seconds of a pack without halos and recomputation; attention overlaps with its ring."""
     return parts.other + np.maximum(parts.attention, parts.hidden) + parts.exposed
 
 
 def recomputation_seconds(tokens: Number, degree: Number, prices: UnitPrices) -> Number:
-    """Return the seconds in which a pack's ranks recompute as much as their tokens need: convex in these.
+    """Return the as-needed recomputation seconds of a pack, convex in its tokens.
 
     Args:
-        tokens: the tokens of the pack.
-        degree: the degree of the group.
-        prices: the prices of the profile.
+        tokens: tokens of the pack.
+        degree: degree of the group.
+        prices: unit prices of the profile.
     """
     held, again = tokens / degree, prices.again
     first = np.maximum(0.0, again[0, 0] * held - again[0, 1])
@@ -167,28 +167,28 @@ def recomputation_seconds(tokens: Number, degree: Number, prices: UnitPrices) ->
 
 
 def halo_messages(sets: Number, shortest_tokens: Number, reach: Number) -> Number:
-    """Return how many rounds of messages a halo takes, up the ring and down it; 0 if the ring has one member.
+    """Return the number of messages of a halo exchange, in both directions; 0 if the ring has one member.
 
-    A halo is the tokens before a chunk that the chunk looks back at. The shorter the chunks, the more members it spans,
-    and each round brings the tokens of one member.
+    The halo of a chunk is the tokens before it that the chunk attends to. The shorter the chunks, the more members the
+    halo spans, and each round transfers the tokens of one member.
 
     Args:
-        sets: members of the ring, each a set of ranks that share heads.
-        shortest_tokens: the tokens of the shortest sequence of the pack.
-        reach: how many tokens back a token looks; see `UnitPrices`.
+        sets: ring degree.
+        shortest_tokens: tokens of the shortest sequence of the pack.
+        reach: earlier tokens that a token attends to.
     """
-    # A chunk has shortest / (2 sets) tokens, and each round brings those of one.
+    # A chunk of the shortest sequence has shortest / (2 sets) tokens; each round transfers one chunk.
     rounds = np.ceil(2.0 * sets * reach / shortest_tokens)
     return np.minimum(2.0 * rounds, sets + 1.0) * np.minimum(sets - 1.0, 1.0)
 
 
 def halo_seconds(halo_tokens: Number, messages: Number, terms: GroupTerms, prices: UnitPrices) -> Number:
-    """Return the seconds in which a pack's halos travel.
+    """Return the halo exchange seconds of a pack.
 
     Args:
-        halo_tokens: summed over the pack's sequences.
-        messages: see `halo_messages`.
-        terms: the terms of the group.
-        prices: the prices of the profile.
+        halo_tokens: tokens of the halos, summed over the pack's sequences.
+        messages: number of messages; see `halo_messages`.
+        terms: terms of the group.
+        prices: unit prices of the profile.
     """
     return terms.halo * halo_tokens + prices.halo_message * messages

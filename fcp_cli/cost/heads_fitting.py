@@ -1,11 +1,11 @@
-"""Fits the prices of sharing heads: messages, and the share of a ring's bandwidth that exchanges reach.
+"""Fit of the Ulysses exchange: message latency, and bandwidth as a share of the ring's.
 
-A sample of a group of u x r ranks reads, with everything else known,
+The model of a sample on a group of u x r ranks, with everything else known, is
 
     seconds = rest + x bytes / bandwidth + exchange_seconds (u - 1),   bandwidth_share = 1 / x
 
-Bytes are counted from the model. Coefficients that the samples do not determine stay near their
-priors: a ring's bandwidth, and messages as they were timed.
+Bytes are counted from the model. Undetermined coefficients stay near their priors: the ring's bandwidth and the
+measured message latency.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fcp_cli.cost.least_squares import robust_least_squares
 from fcp_cli.cost.profile import CostProfile, Heads
 from fcp_cli.errors import ProfileError
 
-_LEAST = 1e-3  # of fitted values, in priors
-_LEAST_SECONDS = 1e-6  # of messages that nobody timed, to begin with
-# Against one sample: messages of ranks that share cores take ten times as long as alone.
+_LEAST = 1e-3  # lower bound of fitted values, as a fraction of their starting values
+_LEAST_SECONDS = 1e-6  # starting latency if the prior has none
+# Weight of the prior against one sample. Low: latency grows tenfold if ranks share cores.
 _PRIOR_WEIGHT = 0.002
 
 
 def fit_groups(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequence[Sample] = ()) -> Fit:
-    """Fit samples of which some share heads: the rings as `fit_profile` does, then exchanges.
+    """Fit samples with and without Ulysses: `fit_profile` on pure rings, then the exchange on the others.
 
-    If rings alone are too few, all samples are fitted with exchanges as the prior has them.
+    If there are too few pure rings, `fit_profile` uses all samples with the prior's exchange prices.
     """
     sharing = [sample for sample in samples if sample.heads_degree > 1]
     try:
@@ -51,15 +51,15 @@ def _rings(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def fit_heads(samples: Sequence[Sample], profile: CostProfile, prior: Heads) -> Heads:
-    """Fit `bandwidth_share` and `exchange_seconds` to groups that share heads; the rest of the profile stays."""
+    """Fit `bandwidth_share` and `exchange_seconds` to samples with a Ulysses degree > 1, keeping the rest fixed."""
     measured = np.array([sample.seconds for sample in samples])
 
     def predicted(slowness: float, message_seconds: float) -> FloatArray:
         heads = replace(prior, bandwidth_share=1.0 / slowness, exchange_seconds=message_seconds)
         return predicted_seconds(samples, replace(profile, heads=heads))
 
-    # Seconds are linear in both.
-    # As good as no bytes: the share of the bandwidth is the inverse of this, which may not be 0.
+    # Seconds are linear in both parameters, so two differences give the columns.
+    # 1e-12 stands for 0, which would divide by zero in the bandwidth share.
     rest = predicted(1e-12, 0.0)
     columns = np.stack([predicted(1.0, 0.0) - rest, predicted(1e-12, 1.0) - rest], axis=1)
     start = np.array([1.0 / prior.bandwidth_share, max(prior.exchange_seconds, _LEAST_SECONDS)])

@@ -1,4 +1,4 @@
-"""Names of the attention kernels of NVIDIA devices. Imports nothing heavy: options are made of them."""
+"""Names of the attention kernels of NVIDIA devices; separate, so that command-line options import nothing heavy."""
 
 from __future__ import annotations
 

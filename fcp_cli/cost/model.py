@@ -1,4 +1,4 @@
-"""Predicted seconds of a pack on a group of degree d (Eq. 8-10 of the FCP paper with the degree written out).
+"""Predicted seconds of a pack on a group of degree d (Eq. 8-10 of the FCP paper with the degree made explicit).
 
 attention = sum_k (1 + eta_k) (alpha1 length_k^2 + alphaw pairs_k) / d + chunk_seconds_per_token * tokens * (r - 1) / d
 linear    = sum_k alpha2 length_k / d + vision_k / d
@@ -8,31 +8,31 @@ exposed   = s (ring - home) + home,     s = exposed_ring_share
 exchange  = (q + c k) * tokens / d * (u - 1) / u / (share bandwidth) + exchange_seconds * (u - 1)
 T         = microbatch_seconds + linear + max(attention, ring - exposed) + exposed + exchange
 
-Of a sequence of L tokens, pairs = L^2 - max(L - w, 0)^2 lie within windows of w tokens, in the units of alpha1.
-If the profile has halo_bytes_per_token b, rings carry the other layers alone, and these add
+A sequence of L tokens has pairs = L^2 - max(L - w, 0)^2 within windows of w tokens, in the units of alpha1. If the
+profile has halo_bytes_per_token b, rings only carry the layers without windows, and layers with windows add
 
 windows   = sum_k (1 + eta_k) alphaw pairs_k / d
 halos     = 0 if r = 1 else b c * sum_k min(length_k, 2 (w - 1)) * (r - 1)/d / bandwidth + halo_message_seconds * m
 m         = min(2 R, r + 1),     R = ceil(2 r (w - 1) / the least length)
 
-since of a sequence, members of a ring get 2 (r - 1)/r (w - 1) rows on the mean where its chunks, 1 / (2 r) of it, are
-as long as that, and nobody more than in a ring; rows further away than a chunk come in R rounds of two messages, of
-which no member sees more than r + 1. No kernel of other layers runs meanwhile, and those with windows could
-hide little of a long one: nothing hides halos.
+A ring member receives 2 (r - 1)/r (w - 1) rows of a sequence on average if its chunks, each 1 / (2 r) of the sequence,
+are that long, and never more than in a full ring. Rows further away than a chunk arrive in R rounds of two messages, of
+which no member takes part in more than r + 1. Halos are never hidden: no kernel of other layers runs meanwhile, and
+window attention is too short to hide much.
 
-If a profile has recompute_levels, each rank recomputes as much as its tokens t = sum_k length_k / d need, and this adds
+If a profile has recompute_levels, each rank recomputes as much as its tokens t = sum_k length_k / d need, which adds
 
 again     = max(0, max_j (a_j t - f_j)),     a_j T_j - f_j = s_j T_j,  a_j T_(j+1) - f_j = s_(j+1) T_(j+1)
 
-where a rank holds T_j tokens if all layers recompute by level j, and each takes s_j seconds longer. Between T_j and
-T_(j+1) the share of layers of level j + 1 is such that kept bytes, linear in the share, fit: as a product with the
-tokens, that is linear, and so are the seconds.
+with T_j the tokens that a rank holds if all layers recompute at level j, and s_j the extra seconds per token. Between
+T_j and T_(j+1) the smallest share of layers at level j + 1 that fits is used. Kept bytes are linear in the share, so
+the recomputed tokens, share times t, are linear in t, and so are the seconds.
 
-The degree is d = u r: sets of u ranks split the heads, and r sets form a ring. q and k are the exchange's bytes per
-token of queries and of keys, c = max(1, u / key_value_heads): where the set has more ranks than there are key/value
-heads, some hold the same. With s = 0, its default, attention may hide the whole ring but its last hop; with s = 1 it
-hides nothing; nothing hides exchanges. A rank runs r - 1 kernels more over the tokens / d of its share of the heads, on
-shorter chunks, and adds up their results: hence the second term of attention.
+The degree is d = u r with the Ulysses degree u: each Ulysses group of u ranks splits the heads, and r of them form a
+ring. q and k are the exchange's bytes per token of queries and of keys. c = max(1, u / key_value_heads) counts the
+copies of a key/value head if there are fewer of them than ranks. With s = 0, the default, attention may hide all of the
+ring but its last hop; with s = 1 it hides nothing. Exchanges are never hidden. The second term of attention is the cost
+of a ring's r - 1 further kernels on shorter chunks, and of merging their results.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ Index: TypeAlias = IntArray | int | slice | tuple[slice | EllipsisType | None, .
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowWork:
-    """Work of sequences (or packs) in layers with windows, before any division by the degree.
+    """Single-rank work of sequences (or packs) in layers with windows, not divided by the degree.
 
     Attributes:
-        seconds: [n] alphaw (1 + eta) pairs: attention.
-        halo_tokens: [n] int64, summed over sequences.
-        shortest_tokens: [n] int64, of any sequence.
+        seconds: [n] attention seconds, alphaw (1 + eta) pairs.
+        halo_tokens: [n] int64, tokens of the halos, summed over sequences.
+        shortest_tokens: [n] int64, tokens of the shortest sequence.
     """
 
     seconds: FloatArray
@@ -70,7 +70,7 @@ class WindowWork:
     shortest_tokens: IntArray
 
     def take(self, index: Index) -> WindowWork:
-        """Return those of some of the sequences, or of one."""
+        """Return the work of the indexed sequences."""
         return WindowWork(
             seconds=self.seconds[index],
             halo_tokens=self.halo_tokens[index],
@@ -80,14 +80,13 @@ class WindowWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Seconds that sequences (or packs) would take on one rank, before any division by the degree.
+    """Single-rank seconds of sequences (or packs), not divided by the degree.
 
     Attributes:
-        attention_seconds: [n] alpha1 (1 + eta) length^2.
+        attention_seconds: [n] alpha1 (1 + eta) length^2, plus window attention if `windows` is None.
         linear_seconds: [n] alpha2 length plus the vision encoder's terms.
         tokens: [n] int64.
-        windows: the windows of layers whose halos travel; None if there are none: attention in windows is part of the
-            other.
+        windows: work of layers with a halo exchange, or None if the profile has none.
     """
 
     attention_seconds: FloatArray
@@ -97,7 +96,7 @@ class Work:
 
     @property
     def unhidden_seconds(self) -> FloatArray:
-        """Seconds that hide no ring: the linear ones, and attention in windows whose halos travel."""
+        """Seconds that overlap with no ring: linear ones, and window attention with a halo exchange."""
         return self.linear_seconds if self.windows is None else self.linear_seconds + self.windows.seconds
 
     @property
@@ -105,7 +104,7 @@ class Work:
         return self.attention_seconds + self.unhidden_seconds
 
     def take(self, index: Index) -> Work:
-        """Return the work of some of the sequences, or of one."""
+        """Return the work of the indexed sequences."""
         return Work(
             attention_seconds=self.attention_seconds[index],
             linear_seconds=self.linear_seconds[index],
@@ -114,8 +113,8 @@ class Work:
         )
 
     def packed(self, first: IntArray) -> Work:
-        """Add up the work of packs, which lie back to back and begin at `first`; none of them is empty."""
-        # `reduceat` gives an empty slice the value behind it, not 0: no pack may be empty.
+        """Sum the work of concatenated packs with starts `first`; no pack may be empty."""
+        # For an empty slice `reduceat` returns the next value, not 0.
         windows = self.windows
         return Work(
             attention_seconds=np.add.reduceat(self.attention_seconds, first),
@@ -131,7 +130,7 @@ class Work:
 
 
 def joined(works: Sequence[Work], join: Callable[[list[npt.NDArray[Any]]], npt.NDArray[Any]]) -> Work:
-    """Put work under one profile together, each of its arrays by `join`: `np.concatenate`, or how they are stacked."""
+    """Combine works of one profile, applying `join` (`np.concatenate` or a way to stack) to each array."""
     windows = [work.windows for work in works if work.windows is not None]
     return Work(
         attention_seconds=join([work.attention_seconds for work in works]),
@@ -148,7 +147,7 @@ def joined(works: Sequence[Work], join: Callable[[list[npt.NDArray[Any]]], npt.N
 
 
 def sequence_work(table: LengthTable, profile: CostProfile) -> Work:
-    """Return the work of every sequence of a table."""
+    """Return the single-rank work of every sequence of a table."""
     work = causal_work(table.length_tokens, profile.coefficients)
     attention, windows = work.attention_seconds, work.windows
     if table.eta is not None:
@@ -159,10 +158,10 @@ def sequence_work(table: LengthTable, profile: CostProfile) -> Work:
 
 
 def causal_work(length_tokens: IntArray, coefficients: Coefficients) -> Work:
-    """Return the work of causal sequences of text."""
+    """Return the single-rank work of causal text sequences."""
     length = length_tokens.astype(np.float64)
     return Work(
-        # Without windows whose halos travel: these hide no ring, and are work of their own.
+        # Window attention with a halo exchange overlaps with no ring, so `windows` counts it.
         attention_seconds=attention_seconds(
             replace(coefficients, window_seconds_per_token2=0.0) if coefficients.halo_bytes_per_token else coefficients,
             length,
@@ -174,7 +173,7 @@ def causal_work(length_tokens: IntArray, coefficients: Coefficients) -> Work:
 
 
 def window_work(length_tokens: IntArray, coefficients: Coefficients) -> WindowWork:
-    """Return the work of causal sequences in layers whose halos travel."""
+    """Return the work of causal sequences in layers with a halo exchange."""
     pairs = windowed_pairs(length_tokens.astype(np.float64), coefficients.window_tokens)
     return WindowWork(
         seconds=coefficients.window_seconds_per_token2 * pairs,
@@ -184,17 +183,17 @@ def window_work(length_tokens: IntArray, coefficients: Coefficients) -> WindowWo
 
 
 def token_in_window_seconds(coefficients: Coefficients) -> float:
-    """Return the seconds of one more token of a causal sequence in windows, all of them full."""
+    """Return the window attention seconds of one more token of a causal sequence longer than the window."""
     return 2.0 * coefficients.window_seconds_per_token2 * coefficients.window_tokens
 
 
 def reach_tokens(coefficients: Coefficients) -> int:
-    """Return how many tokens before its own each one looks back at in a layer with a window."""
+    """Return the number of earlier tokens that a token attends to in a layer with a window."""
     return max(int(coefficients.window_tokens) - 1, 0)
 
 
 def attention_seconds(coefficients: Coefficients, lengths: FloatArray) -> FloatArray:
-    """Return the seconds that attention takes for causal sequences of these lengths on one rank, windows among it."""
+    """Return the single-rank attention seconds of causal sequences, including window attention."""
     seconds = coefficients.attention_seconds_per_token2 * lengths * lengths
     if coefficients.window_seconds_per_token2:
         pairs = windowed_pairs(lengths, coefficients.window_tokens)
@@ -203,12 +202,12 @@ def attention_seconds(coefficients: Coefficients, lengths: FloatArray) -> FloatA
 
 
 def windowed_pairs(lengths: FloatArray, window_tokens: float) -> FloatArray:
-    """Return, per causal sequence, twice its pairs of tokens within a window; L^2 if the window holds all L tokens."""
+    """Return twice the token pairs within a window for each causal sequence; L^2 if the window holds all L tokens."""
     return lengths * lengths - np.square(np.maximum(lengths - window_tokens, 0.0))
 
 
 def vision_seconds(table: LengthTable, profile: CostProfile) -> FloatArray:
-    """Return [n] the seconds that a vision encoder takes for each sequence on one rank."""
+    """Return [n] the single-rank vision encoder seconds of each sequence."""
     return _with_vision(np.zeros(len(table)), table, profile)
 
 
@@ -222,13 +221,13 @@ def _with_vision(seconds: FloatArray, table: LengthTable, profile: CostProfile) 
 
 
 def encoder_seconds(work: Work, profile: CostProfile) -> FloatArray:
-    """Return the part of the linear seconds that the tokens do not explain: the vision encoder's."""
-    # Text has nothing left but rounding, which may be less than 0.
+    """Return the vision encoder's part of the linear seconds."""
+    # For text the difference is rounding error, which may be negative.
     return np.maximum(work.linear_seconds - profile.coefficients.linear_seconds_per_token * work.tokens, 0.0)
 
 
 def unit_prices(profile: CostProfile) -> UnitPrices:
-    """Return the coefficients of a profile as the formula takes them: bytes divided by the bandwidths."""
+    """Return the coefficients of a profile in seconds, with bytes divided by the bandwidths."""
     c, heads = profile.coefficients, profile.heads
     bandwidth = np.array([profile.bandwidth.intra_node, profile.bandwidth.inter_node])
     exchange = key_value_exchange = np.zeros(2)
@@ -267,14 +266,14 @@ def group_terms(
     Args:
         profile: coefficients and bandwidths.
         degree: ranks of the group, >= 1.
-        crosses_nodes: whether the group's ranks lie on more than one node.
-        heads_degree: ranks of a set that splits the heads; it divides the degree, and is 1 without `profile.heads`.
-        sets_cross_nodes: whether a set's ranks lie on more than one node.
+        crosses_nodes: whether the group spans nodes.
+        heads_degree: Ulysses degree, a divisor of `degree`; 1 without `profile.heads`.
+        sets_cross_nodes: whether a Ulysses group spans nodes.
     """
     return formula.group_terms(
         np.asarray(degree, dtype=np.float64),
         np.asarray(heads_degree, dtype=np.float64),
-        # Positions in the pairs of prices, inside a node and across nodes.
+        # Indices into the [2] prices: inside a node, across nodes.
         np.asarray(crosses_nodes, dtype=np.int64),
         np.asarray(sets_cross_nodes, dtype=np.int64),
         unit_prices(profile),
@@ -282,7 +281,7 @@ def group_terms(
 
 
 def pack_parts(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **place: npt.ArrayLike) -> PackParts:
-    """Return the parts of the seconds of packs on groups, halos aside; the arguments are those of `group_seconds`."""
+    """Return the parts of the seconds of packs on groups without halos; arguments as in `group_seconds`."""
     d = np.asarray(degree, dtype=np.float64)
     terms = group_terms(profile, degree=d, **place)
     attention, linear = work.attention_seconds, work.unhidden_seconds
@@ -294,7 +293,7 @@ def group_seconds(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **
 
     Args:
         profile: coefficients and bandwidths.
-        work: the work of the packs, on one rank.
+        work: single-rank work of the packs.
         degree: ranks of the group, >= 1.
         place: `crosses_nodes`, `heads_degree` and `sets_cross_nodes`; see `group_terms`.
     """
@@ -307,13 +306,13 @@ def group_seconds(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **
 
 
 def recomputation_seconds(profile: CostProfile, tokens: npt.ArrayLike, *, degree: npt.ArrayLike) -> FloatArray:
-    """Predict the seconds in which packs of so many tokens recompute as needed; 0 if their profile has no levels."""
+    """Predict the as-needed recomputation seconds of packs; 0 if the profile has no levels."""
     d = np.asarray(degree, dtype=np.float64)
     return np.asarray(formula.recomputation_seconds(np.asarray(tokens), d, unit_prices(profile)), dtype=np.float64)
 
 
 def halo_seconds(profile: CostProfile, windows: WindowWork, terms: GroupTerms) -> FloatArray:
-    """Predict the seconds in which halos of packs travel on groups of these terms; 0 without a ring."""
+    """Predict the halo exchange seconds of packs on groups; 0 without a ring."""
     prices = unit_prices(profile)
     messages = formula.halo_messages(terms.sets, windows.shortest_tokens, prices.reach)
     return np.asarray(formula.halo_seconds(windows.halo_tokens, messages, terms, prices))

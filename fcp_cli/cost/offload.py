@@ -1,4 +1,4 @@
-"""Cost of offloading activations to the host's memory: copies that a layer's work hides, or does not."""
+"""Cost of offloading activations to host memory, with copies overlapped by the layers' computation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PCIE_BYTES_PER_SECOND: Final = 25e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadCost:
-    """The copies of one micro-batch of one rank.
+    """Offload cost of a micro-batch on one rank.
 
     Attributes:
-        moved_bytes: the bytes moved in both directions.
-        copy_seconds: the seconds of copies in both directions.
-        visible_seconds: how much longer the micro-batch takes.
+        moved_bytes: bytes copied in both directions.
+        copy_seconds: copy seconds in both directions.
+        visible_seconds: extra seconds of the micro-batch.
     """
 
     moved_bytes: float
@@ -27,7 +27,7 @@ class OffloadCost:
 
     @property
     def hidden_seconds(self) -> float:
-        """Return the seconds of copying that cost nothing, because layers compute meanwhile."""
+        """Copy seconds that overlap with computation."""
         return self.copy_seconds - self.visible_seconds
 
 
@@ -41,15 +41,16 @@ def offload_cost(
 ) -> OffloadCost:
     """Return the cost of offloading the inputs of a micro-batch's recomputed layers.
 
-    In forward the input of a layer leaves while the layer computes, and in backward that of the layer below comes back,
-    each by a stream of its own; that of the last layer leaves, too, but also stays. Offloading costs no time where a
-    layer computes longer than its input is under way.
+    In forward a layer's input is copied out while the layer computes. In backward the input of the layer below is
+    prefetched on a separate stream. The last layer's input is copied out, too, but also stays on the device. Copies are
+    free if a layer computes longer than its input is copied.
 
     Args:
-        input_bytes: the size of one layer's input: tokens of the rank x width x bytes of a number.
-        layers: recomputed ones.
-        backward_seconds: the backward seconds of one layer, its recomputation included.
-        bytes_per_second: one direction of the link between device and host, of this rank's share of it.
+        input_bytes: bytes of one layer's input: tokens of the rank x hidden size x bytes per element.
+        layers: number of recomputed layers.
+        forward_seconds: forward seconds of one layer.
+        backward_seconds: backward seconds of one layer, including its recomputation.
+        bytes_per_second: this rank's share of the link to the host, in one direction.
     """
     returning = max(layers - 1, 0)
     copy = input_bytes / bytes_per_second
@@ -66,16 +67,16 @@ def profiled_offload_cost(
     input_bytes_per_token: float,
     bytes_per_second: float = PCIE_BYTES_PER_SECOND,
 ) -> OffloadCost:
-    """Return `offload_cost` of a micro-batch, with the times of layers from a cost profile.
+    """Return `offload_cost` of a micro-batch with layer times from a cost profile.
 
-    Of a recomputed layer's time a fourth is its forward, since backward runs it again and computes two products for
-    each of its own. Attention is ignored: it only makes layers longer, and copies better hidden.
+    The forward is a fourth of a recomputed layer's time, since backward repeats it and computes two products for each
+    of its own. Ignoring attention is conservative: it makes layers longer and hides copies better.
 
     Args:
-        profile: the profile whose `linear_seconds_per_token` is of all layers, forward and backward.
-        tokens: the tokens of the rank in the micro-batch.
-        layers: the layers of the model.
-        input_bytes_per_token: the bytes of one token in a layer's input.
+        profile: cost profile of all layers with recomputation.
+        tokens: tokens of the rank in the micro-batch.
+        layers: number of layers of the model.
+        input_bytes_per_token: bytes per token of a layer's input.
         bytes_per_second: see `offload_cost`.
     """
     layer_seconds = profile.coefficients.linear_seconds_per_token * tokens / layers

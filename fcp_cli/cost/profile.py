@@ -1,12 +1,10 @@
-"""Cost profiles (contract `fcp-cost-profile/1`): the coefficients of the cost model, as YAML.
+"""Cost profiles (format `fcp-cost-profile/1`): the coefficients of the cost model, as YAML.
 
-Two keys are optional and come together: the coefficient `exposed_ring_share`, and the block `common_ground` with the
-fit of the same samples without it, for whatever compares strategies. Optional, too, are the coefficients of chunks, of
-a ring's last hop, of layers with windows and of their halos, the block `step` with the seconds of a step outside its
-micro-batches, the block `heads`, without which groups are rings, the block `recipe`, which times and memory are of,
-`sync`, which its memory is of, `recompute_levels`, if ranks recompute as needed, `phase`, which its times are of where
-it is not training, and `attention_kernels`, a measured table of the device's kernels. A reader refuses every key that
-it does not know.
+The coefficient `exposed_ring_share` requires the block `common_ground`, a fit of the same samples without it for fair
+comparisons of strategies. Other optional coefficients price chunks, a ring's last hop, window layers and halos. The
+optional keys are `step` (seconds outside micro-batches), `heads` (Ulysses prices; without it groups are pure rings),
+`recipe` (assumed by times and memory), `sync` (assumed by memory), `recompute_levels` (as-needed recomputation),
+`phase` (if not training) and `attention_kernels` (measured kernels of the device). Readers reject unknown keys.
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ from fcp_cli.recipe import Phase, Recipe
 from fcp_cli.validation import Count, NonNegative, Positive, Share, fields_of, validated
 
 FORMAT: Final = "fcp-cost-profile/1"
-# The two models that a fit tries, as `measurement` names them.
+# The two models that a fit compares, by their names in the block `measurement`.
 HIDDEN_RING: Final = "hidden_ring"  # attention may hide the whole ring
 EXPOSED_RING: Final = "exposed_ring_share"
 Origin = Literal["measured", "fitted", "analytic", "assumed"]
 Sync = Literal["iteration", "microbatch"]
-# Next to fixed seconds, tokens must still show in a sum of doubles: a thousandth of the quickest models' and devices'.
+# Least token prices that do not vanish next to fixed seconds in float64; a thousandth of the fastest devices' prices.
 _LEAST_PER_TOKEN: Final = 1e-12
 _LEAST_PER_TOKEN2: Final = 1e-16
-# Coefficients that are written only where they say something.
+# Coefficients that are omitted from the file if 0.
 ONLY_WHERE_GIVEN: Final = (
     *("chunk_seconds_per_token", "last_hop_bytes_per_token", "last_hop_seconds"),
     *("window_seconds_per_token2", "window_tokens", "halo_bytes_per_token", "halo_message_seconds"),
@@ -48,7 +46,7 @@ Overhead = Annotated[float, Meta(ge=0, le=1e4, description="a non-negative numbe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coefficients:
-    """Symbols of the papers (Eq. 8-9): alpha1, alpha2, alpha3, beta1, beta2."""
+    """Coefficients of the cost model: alpha1, alpha2, alpha3, beta1, beta2 of the FCP paper (Eq. 8-9), and others."""
 
     attention_seconds_per_token2: NonNegative  # alpha1
     linear_seconds_per_token: NonNegative  # alpha2
@@ -57,28 +55,26 @@ class Coefficients:
     ring_hop_seconds: Overhead = 0.0  # beta2, per hop
     vision_seconds_per_patch: NonNegative = 0.0
     vision_seconds_per_patch2: NonNegative = 0.0
-    exposed_ring_share: Share = 0.0  # of a ring's seconds, hidden by nothing
-    chunk_seconds_per_token: NonNegative = 0.0  # that attention takes longer in a ring, per token and hop
-    window_seconds_per_token2: NonNegative = 0.0  # as alpha1, of layers in which tokens attend to a window
-    window_tokens: NonNegative = 0.0  # of that window
-    halo_bytes_per_token: NonNegative = 0.0  # as alpha3, of layers whose halos travel in place of a ring
-    halo_message_seconds: Overhead = 0.0  # per message of a halo, forward and backward, all such layers
-    last_hop_bytes_per_token: NonNegative = 0.0  # of alpha3: dK/dV on their way home, hidden by nothing
-    last_hop_seconds: Overhead = 0.0  # per ring, in addition to its hops: messages that dK/dV need more than K/V
+    exposed_ring_share: Share = 0.0  # share of a ring's seconds that is never hidden
+    chunk_seconds_per_token: NonNegative = 0.0  # extra attention seconds in a ring, per token and hop
+    window_seconds_per_token2: NonNegative = 0.0  # like alpha1, for layers with sliding windows
+    window_tokens: NonNegative = 0.0  # window length
+    halo_bytes_per_token: NonNegative = 0.0  # like alpha3, for layers with a halo exchange instead of a ring
+    halo_message_seconds: Overhead = 0.0  # per halo message, forward and backward, all such layers
+    last_hop_bytes_per_token: NonNegative = 0.0  # part of alpha3: dK/dV returning to their owner, never hidden
+    last_hop_seconds: Overhead = 0.0  # per ring, on top of its hops: extra messages of dK/dV compared with K/V
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """Price of splitting a group's attention by heads (Ulysses): all-to-alls of tokens for heads, and back.
+    """Price of splitting a group's attention by heads (Ulysses): all-to-alls between sequence and head shards.
 
     Attributes:
-        query_heads, key_value_heads: how many of each a device has; it holds more where tensor parallelism is less.
-        exchange_bytes_per_token: the bytes of all heads' queries and outputs forward, their gradients backward, all
-            layers.
-        key_value_exchange_bytes_per_token: the bytes of keys and values, and their gradients.
-        exchange_seconds: per other rank of the set, whatever the bytes: the messages of all layers.
-        bandwidth_share: the share of a ring's bandwidth, at which exchanges travel, copies before and after them
-            included.
+        query_heads, key_value_heads: heads of a device, after tensor parallelism.
+        exchange_bytes_per_token: bytes of queries and outputs forward and of their gradients, all heads and layers.
+        key_value_exchange_bytes_per_token: bytes of keys and values and of their gradients.
+        exchange_seconds: latency per other rank of the Ulysses group, all layers.
+        bandwidth_share: bandwidth of exchanges relative to rings, including the copies before and after.
     """
 
     query_heads: Count
@@ -89,31 +85,30 @@ class Heads:
     bandwidth_share: Positive = 1.0
 
     def degrees(self, most: int) -> tuple[int, ...]:
-        """Return the heads degrees from 2 to `most`: each rank has as many query heads, of whole key/value heads.
+        """Return the Ulysses degrees from 2 to `most` that split the query heads evenly along key/value heads.
 
-        If there are more ranks than key/value heads, neighbours hold the same one.
+        If there are more ranks than key/value heads, adjacent ranks hold copies of one.
         """
         return heads_degrees(self.query_heads, self.key_value_heads, most)
 
 
 def heads_degrees(query_heads: int, key_value_heads: int, most: int) -> tuple[int, ...]:
-    """Return how many ranks, from 2 to `most`, can share so many heads: see `Heads.degrees`."""
+    """Return the Ulysses degrees from 2 to `most` for these heads; see `Heads.degrees`."""
     q, kv = query_heads, key_value_heads
     return tuple(u for u in range(2, min(most, q) + 1) if q % u == 0 and (kv % u == 0 or u % kv == 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTerms:
-    """Seconds of a step outside its micro-batches; 0 without it.
+    """Seconds of a step outside its micro-batches.
 
     Attributes:
-        wave_floor_seconds: least seconds of a wave under `sync: microbatch`: those of ZeRO-3's gathers and scatters,
-            hidden behind computation where that takes longer.
-        tail_seconds: gradients summed over ranks once the last micro-batch has ended; waves with a floor sum them
-            themselves.
-        update_seconds: the seconds of every step: the optimizer, and loading that nothing hides.
-        lockstep: the ranks of a wave meet layer by layer, so that all wait for the slowest vision encoder before the
-            language model begins.
+        wave_floor_seconds: least seconds of a wave under `sync: microbatch`: ZeRO-3's all-gathers and reduce-scatters,
+            hidden if computation takes longer.
+        tail_seconds: gradient reduction after the last micro-batch; not added if waves have a floor, which includes it.
+        update_seconds: optimizer and exposed data loading, per step.
+        lockstep: whether the ranks of a wave synchronize layer by layer, so that all wait for the slowest vision
+            encoder before the language model.
     """
 
     wave_floor_seconds: NonNegative = 0.0
@@ -122,17 +117,17 @@ class StepTerms:
     lockstep: bool = False
 
     def floor_seconds(self, sync: Sync) -> float:
-        """Return the least seconds of a wave."""
+        """Return the least seconds of a wave, 0 unless waves are synchronized."""
         return self.wave_floor_seconds if sync == "microbatch" else 0.0
 
     def closing_seconds(self, sync: Sync) -> float:
-        """Return the seconds after a step's last micro-batch, which no plan changes."""
+        """Return the seconds after a step's last micro-batch, independent of the plan."""
         return self.update_seconds + (0.0 if self.floor_seconds(sync) else self.tail_seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bandwidth:
-    """Point-to-point bytes per second inside a ring."""
+    """Point-to-point bandwidth of a ring in bytes per second."""
 
     intra_node: Positive
     inter_node: Positive
@@ -140,14 +135,14 @@ class Bandwidth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Gives the token budget of a rank where all three are known; 0 means unknown."""
+    """Memory figures of a rank, which determine its token budget; 0 means unknown."""
 
     bytes_per_token: NonNegative = 0.0
     model_state_bytes: NonNegative = 0.0
     capacity_bytes: NonNegative = 0.0
 
     def tokens_per_rank(self) -> int | None:
-        """Return the most tokens a rank may hold in one micro-batch, or None if the figures are unknown."""
+        """Return the token budget of a rank per micro-batch, or None if the figures are unknown."""
         if not self.bytes_per_token or not self.capacity_bytes:
             return None
         return math.floor((self.capacity_bytes - self.model_state_bytes) / self.bytes_per_token)
@@ -155,7 +150,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommonGround:
-    """The two blocks that price a pack: of a fit of the same samples in which attention may hide a whole ring."""
+    """Coefficients and bandwidth of a fit without `exposed_ring_share`, under which strategies are compared."""
 
     coefficients: Coefficients
     bandwidth_bytes_per_second: Bandwidth
@@ -163,18 +158,18 @@ class CommonGround:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostProfile:
-    """One model on one cluster.
+    """Cost profile of one model on one cluster.
 
     Attributes:
-        common_ground: given exactly where `coefficients` may have an `exposed_ring_share`.
+        common_ground: fit without `exposed_ring_share`; required if `coefficients` has one.
         step: seconds of a step outside its micro-batches.
-        heads: prices groups that split heads; None: they are rings.
-        recipe: the recipe that the times and the memory are of; None if nobody said.
-        sync: the sync of the memory figures, which depend on gathered and kept tensors; None if unknown.
-        recompute_levels: levels of recomputation as needed, by rising tokens; coefficients are of the first. None: ().
-        phase: `forward` where the times are of forward passes alone; None: of training.
+        heads: Ulysses prices; None: groups are pure rings.
+        recipe: recipe assumed by times and memory, or None if unknown.
+        sync: sync assumed by the memory figures, which depend on gathered and kept tensors; None if unknown.
+        recompute_levels: levels of as-needed recomputation by ascending tokens, or (); coefficients assume the first.
+        phase: `forward` if the times are of forward passes only; None: training.
         attention_kernels: measured kernels of the device, or None.
-        text: the YAML it was read from, kept whole for the plan's metadata.
+        text: YAML source, stored in the plan's metadata.
     """
 
     model: str
@@ -196,31 +191,31 @@ class CostProfile:
 
     @property
     def expert_parallel(self) -> int:
-        """Ranks that share out the experts of a layer, as the measurement block says; 1 if it says nothing."""
+        """Expert-parallel size from the block `measurement`, 1 by default."""
         found = self.measurement.get("expert_parallel", 1)
         return found if isinstance(found, int) and found > 0 else 1
 
     @property
     def priced_levels(self) -> tuple[RecomputeLevel, ...]:
-        """Levels of recomputation that ranks choose by each micro-batch: none in forward passes and pipelines."""
+        """Recomputation levels that ranks choose per micro-batch; () for forward passes and pipelines."""
         is_staged = self.measurement.get("pipeline_parallel", 1) != 1
         return self.recompute_levels if self.phase is None and not is_staged else ()
 
     @property
     def prices_vision(self) -> bool:
-        """Whether the profile has a cost for the work of a vision encoder (above 0 per patch or per patch squared)."""
+        """Whether a vision encoder has a cost, per patch or per pair of patches."""
         return bool(self.coefficients.vision_seconds_per_patch or self.coefficients.vision_seconds_per_patch2)
 
     @property
     def attention_kernel(self) -> KernelName | None:
-        """Attention kernel that the times are of, or None if unknown."""
+        """Attention kernel that the times were measured with, or None if unknown."""
         if self.attention_kernels is not None and self.attention_kernels.kernel is not None:
             return self.attention_kernels.kernel
         found = self.measurement.get("attention_kernel")
         return next((name for name in KERNELS if name == found), None)
 
     def kernel_ratio(self, runs: KernelName, assumed: KernelName) -> float | None:
-        """Return how many times as long attention takes on `runs` as on `assumed`, or None if unknown."""
+        """Return the attention time of kernel `runs` relative to `assumed`, or None if unknown."""
         if self.attention_kernels is not None:
             return self.attention_kernels.ratio(runs, assumed)
         seconds = self.measurement.get("attention_seconds_by_kernel")
@@ -232,7 +227,7 @@ class CostProfile:
         return None
 
     def on_common_ground(self) -> CostProfile:
-        """Return the profile that strategies are compared under: without an exposed share of the ring."""
+        """Return the profile without an exposed ring share, under which strategies are compared."""
         if self.common_ground is None:
             return self
         ground = self.common_ground
@@ -241,7 +236,7 @@ class CostProfile:
         return replace(profile, text=dump_cost_profile(profile))
 
     def with_coefficients(self, change: Callable[[Coefficients], Coefficients]) -> CostProfile:
-        """Return the profile with changed coefficients, those of the common ground included."""
+        """Return the profile with `change` applied to its coefficients and to those of the common ground."""
         ground = self.common_ground
         ground = ground and replace(ground, coefficients=change(ground.coefficients))
         return replace(self, coefficients=change(self.coefficients), common_ground=ground)
@@ -249,7 +244,7 @@ class CostProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _File(CommonGround):
-    """The whole file."""
+    """Schema of the YAML file."""
 
     format: str
     origin: Origin
@@ -268,7 +263,7 @@ class _File(CommonGround):
 
 
 def load_cost_profile(path: Path) -> CostProfile:
-    """Read a cost profile."""
+    """Read a cost profile; raise ProfileError if it is missing or invalid."""
     if mistaken := another_kind(path, "cost profile"):
         raise ProfileError(mistaken)
     if not path.exists():
@@ -277,7 +272,11 @@ def load_cost_profile(path: Path) -> CostProfile:
 
 
 def parse_cost_profile(text: str, *, name: str) -> CostProfile:
-    """Parse the YAML of a cost profile; `name` stands for the file in error messages."""
+    """Parse the YAML of a cost profile; `name` identifies the file in messages.
+
+    Raises:
+        ProfileError: the document is invalid or inconsistent.
+    """
     document = parse_yaml(text, name=name, error=ProfileError)
     _require_format(document, name)
     file = validated(document, _File, where=name, error=ProfileError, remedy="'fcp profile show' lists a whole profile")
@@ -309,13 +308,13 @@ def parse_cost_profile(text: str, *, name: str) -> CostProfile:
 
 
 def _require_sense(c: Coefficients, where: str) -> None:
-    """Check that tokens take time, that a last hop is part of a ring, and halos are of something."""
+    """Raise ProfileError if tokens take no time, or if last-hop or halo coefficients are inconsistent."""
     attention, linear = c.attention_seconds_per_token2, c.linear_seconds_per_token
     last, whole, halo, message = (
         *(c.last_hop_bytes_per_token, c.ring_bytes_per_token),
         *(c.halo_bytes_per_token, c.halo_message_seconds),
     )
-    # Planning compares, and divides by, times of packs.
+    # Planning divides by the times of packs.
     if attention < _LEAST_PER_TOKEN2 and linear < _LEAST_PER_TOKEN:
         raise ProfileError(
             f"{where}.attention_seconds_per_token2 is {attention:g} and .linear_seconds_per_token {linear:g}: tokens "
@@ -339,7 +338,7 @@ def _require_sense(c: Coefficients, where: str) -> None:
 
 
 def dump_cost_profile(profile: CostProfile) -> str:
-    """Write a profile as the YAML that `parse_cost_profile` reads."""
+    """Return a profile as YAML that `parse_cost_profile` reads."""
     document: dict[str, Any] = {
         "format": FORMAT,
         "model": profile.model,
@@ -382,11 +381,11 @@ def _costs(prices: Coefficients, bandwidth: Bandwidth, *, with_share: bool) -> d
 
 
 class _Inline(dict[str, Any]):
-    """A mapping written on one line: the points of a measurement, which would fill pages otherwise."""
+    """Mapping dumped on one line, for the many points of a measurement."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes block style, but lists of plain values and the mappings of a list on one line each."""
+    """YAML dumper in block style, with number lists and the mappings of a list on one line each."""
 
 
 _Dumper.add_representer(

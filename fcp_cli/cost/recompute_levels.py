@@ -1,7 +1,7 @@
-"""Recomputation as needed: levels from none to all but attention, of which each rank mixes two by its own tokens.
+"""As-needed recomputation: levels from none to all but attention; each rank mixes two levels by its own tokens.
 
-Kept bytes are linear in the share of layers of a level. With T_j tokens a rank holds all layers at level j, so that t
-tokens from T_j to T_(j+1) need the share T_(j+1) (t - T_j) / (t (T_(j+1) - T_j)) of the layers at level j + 1.
+Kept bytes are linear in the share of layers at a level. A rank fits T_j tokens with all layers at level j, so t tokens
+between T_j and T_(j+1) need the share T_(j+1) (t - T_j) / (t (T_(j+1) - T_j)) of the layers at level j + 1.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ROUNDING: Final = 1e-9  # of a layer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeLevel:
-    """A kind of recomputation that layers may run with.
+    """Recomputation level of a layer.
 
     Attributes:
-        tokens: the tokens that a rank holds if all layers run with it.
-        seconds_per_token: the seconds per token of all layers, longer than with the first level.
+        tokens: tokens that a rank fits if all layers use it.
+        seconds_per_token: extra seconds per token over the first level if all layers use it.
     """
 
     recompute: LayerRecompute
@@ -38,7 +38,7 @@ class RecomputeLevel:
 
 
 def recomputation_lines(levels: Sequence[RecomputeLevel]) -> FloatArray:
-    """Return [3, 2] the slope per token and the seconds to subtract of each line; zeros if there are fewer."""
+    """Return [3, 2] slope per token and seconds to subtract of each line, padded with zeros."""
     lines = np.zeros((MOST_LINES, 2))
     for row, (low, high) in enumerate(pairwise(levels)):
         start, end = low.seconds_per_token * low.tokens, high.seconds_per_token * high.tokens
@@ -48,12 +48,12 @@ def recomputation_lines(levels: Sequence[RecomputeLevel]) -> FloatArray:
 
 
 def convex(levels: Sequence[RecomputeLevel]) -> tuple[RecomputeLevel, ...]:
-    """Return the levels of the lower convex hull of seconds over tokens: others gain nothing over a mix of two."""
+    """Return the levels on the lower convex hull of seconds over tokens; a mix of two beats all others."""
     kept: list[RecomputeLevel] = []
-    # Of equally many tokens the dearer first, so that the cheaper one replaces it.
+    # On equal tokens the slower level comes first, so that the faster one replaces it.
     for level in sorted(levels, key=lambda one: (one.tokens, -one.seconds_per_token)):
         while kept and (kept[-1].tokens == level.tokens or kept[-1].seconds_per_token >= level.seconds_per_token):
-            kept.pop()  # holds no more tokens, and takes no less time
+            kept.pop()  # dominated by `level`
         while len(kept) > 1 and _rate(kept[-2], kept[-1]) >= _rate(kept[-1], level):
             kept.pop()
         kept.append(level)
@@ -61,10 +61,10 @@ def convex(levels: Sequence[RecomputeLevel]) -> tuple[RecomputeLevel, ...]:
 
 
 def check_levels(levels: Sequence[RecomputeLevel], where: str) -> None:
-    """Refuse levels that are no mix of two: of a file.
+    """Validate the levels of a profile file.
 
     Raises:
-        ProfileError: they are too many, do not rise, or are not convex.
+        ProfileError: there are too many levels, or they are not ascending and convex.
     """
     if not levels:
         return
@@ -83,19 +83,19 @@ def check_levels(levels: Sequence[RecomputeLevel], where: str) -> None:
 
 
 def _rate(low: RecomputeLevel, high: RecomputeLevel) -> float:
-    """Return the seconds of one more token of a rank between two levels."""
+    """Return the recomputation seconds of one more token of a rank between two levels."""
     return (high.seconds_per_token * high.tokens - low.seconds_per_token * low.tokens) / (high.tokens - low.tokens)
 
 
 def layers_by_level(levels: Sequence[RecomputeLevel], tokens: int, layers: int) -> tuple[int, int]:
-    """Return the level that a rank of so many tokens needs, and how many of its first layers run with it.
+    """Return the level that a rank's tokens need, and the number of first layers that use it.
 
-    The other layers run with the level before. Every rank may choose by its own tokens: no level runs a ring again.
+    The other layers use the level before. Ranks may choose independently, since no level recomputes a ring.
 
     Args:
-        levels: the levels of the plan's profile.
-        tokens: the tokens of the rank in the micro-batch; more than the last level holds recompute all layers by that.
-        layers: the layers of the model.
+        levels: levels of the plan's profile.
+        tokens: tokens of the rank in the micro-batch; beyond the last level's, all layers use the last level.
+        layers: number of layers of the model.
     """
     if tokens <= levels[0].tokens:
         return 0, layers
@@ -106,24 +106,24 @@ def layers_by_level(levels: Sequence[RecomputeLevel], tokens: int, layers: int) 
 
 
 def whole_layers(share: float, layers: int) -> int:
-    """Return how many of some layers are at least a share of them."""
-    # A share that is whole but for rounding must not cost a layer more.
+    """Return the share of layers as a whole number, rounded up."""
+    # Rounding errors of a whole share must not add a layer.
     return min(layers, math.ceil(layers * share - _ROUNDING))
 
 
 def _share(low: RecomputeLevel, high: RecomputeLevel, tokens: float) -> float:
-    """Return the share of layers at the higher of two levels, of which so many tokens need both."""
+    """Return the share of layers at the higher of two levels for tokens between theirs."""
     return high.tokens * (1.0 - low.tokens / tokens) / (high.tokens - low.tokens)
 
 
 def seconds_by_stage(levels: Sequence[RecomputeLevel], held: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of recomputation per token, of each stage of a pipeline; () unless there are two levels.
+    """Return [stages] the recomputation seconds per token of a pipeline, or () unless there are two levels.
 
-    A stage runs as many of its layers at the higher level as it needs to hold the tokens that it has in flight.
+    A stage uses the higher level for as many layers as its tokens in flight need.
 
     Args:
-        levels: two; a level's `tokens` are here the tokens in flight that fit if all layers run with it.
-        held: [stages] tokens of all micro-batches that a stage has in flight, times its share of the model's layers.
+        levels: two levels, with `tokens` counting tokens in flight.
+        held: [stages] tokens in flight, times the stage's share of the model's layers.
     """
     if len(levels) != 2:
         return ()
@@ -132,8 +132,8 @@ def seconds_by_stage(levels: Sequence[RecomputeLevel], held: Sequence[float]) ->
 
 
 def cheapest_tokens(levels: Sequence[RecomputeLevel], fixed_seconds: float) -> int:
-    """Return the tokens of a micro-batch at which a token takes the least of its fixed seconds and recomputation."""
-    # On a line a token takes slope + (fixed - subtracted) / tokens, which falls as long as `fixed` is the larger.
+    """Return the tokens of a micro-batch that minimize fixed plus recomputation seconds per token."""
+    # On a line a token costs slope + (fixed - subtracted) / tokens, which falls while fixed > subtracted.
     for level, (_slope, subtracted) in zip(levels, recomputation_lines(levels), strict=False):
         if subtracted >= fixed_seconds:
             return level.tokens

@@ -1,9 +1,9 @@
-"""Fits the cost of a vision encoder to measured calls of it, on relative error and robust to outliers.
+"""Fit of a vision encoder's cost to measured calls, on relative error and robust to outliers.
 
     seconds = beta + a * sum over parts of patches + b * sum over parts of patches^2
 
-The encoder attends within a part: an image, a pair of frames, a tile. beta is the cost of a call whatever it is
-given, which every micro-batch of a vision model pays once.
+The encoder attends within a part: an image, a pair of frames, a tile. beta is the fixed cost of a call, which every
+micro-batch of a vision model pays once.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from fcp_cli.errors import ProfileError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionCosts:
-    """Coefficients of a call; see the module."""
+    """Fitted coefficients beta, a and b; see the module."""
 
     call_seconds: float
     seconds_per_patch: float
     seconds_per_patch2: float
 
     def predicted_seconds(self, calls: Sequence[Sequence[int]]) -> FloatArray:
-        """Predict [calls] seconds of calls, each given as the patches of its parts."""
+        """Predict [calls] seconds; each call is the list of patches per part."""
         coefficients = np.array([self.call_seconds, self.seconds_per_patch, self.seconds_per_patch2])
         return np.asarray(_columns(calls) @ coefficients)
 
 
 def fit_vision(calls: Sequence[Sequence[int]], seconds: FloatArray) -> VisionCosts:
-    """Fit by non-negative least squares, then robustly from there; no coefficient is ever negative.
+    """Fit non-negative coefficients by robust least squares, starting from non-negative least squares.
 
     Args:
-        calls: measured calls, each given as the patches of its parts.
-        seconds: [calls] of forward, or forward and backward.
+        calls: measured calls, each a list of patches per part.
+        seconds: [calls] seconds of forward, or of forward and backward.
 
     Raises:
-        ProfileError: the calls are too few, or too alike.
+        ProfileError: there are too few calls or too few distinct part sizes.
     """
     if len(calls) < LEAST_SAMPLES:
         raise ProfileError(f"{len(calls)} measurements of the vision encoder are too few: at least {LEAST_SAMPLES}")
@@ -50,7 +50,7 @@ def fit_vision(calls: Sequence[Sequence[int]], seconds: FloatArray) -> VisionCos
     if num_determined(relative) < 3:
         raise ProfileError("the vision encoder was measured with parts of too few sizes; at least three are needed")
     solution = non_negative_least_squares(relative, np.ones(len(seconds)))
-    # A coefficient at zero starts at a small share of the time, so that the robust fit can move it.
+    # Zero coefficients start slightly above zero: the robust fit works in multiples of its start.
     start = np.maximum(solution, 1e-3 * np.median(seconds) / columns.max(axis=0))
 
     def relative_errors(parameters: FloatArray) -> FloatArray:
@@ -62,5 +62,5 @@ def fit_vision(calls: Sequence[Sequence[int]], seconds: FloatArray) -> VisionCos
 
 
 def _columns(calls: Sequence[Sequence[int]]) -> FloatArray:
-    """Return [calls, 3] the factors of the three coefficients."""
+    """Return [calls, 3] the design matrix of the three coefficients."""
     return np.array([(1.0, float(sum(parts)), float(sum(patches * patches for patches in parts))) for parts in calls])
