@@ -1,5 +1,5 @@
-"""Memory estimate of a rank for the recipe that will run, item by item, from the model's figures alone.
+"""Memory estimate of a rank under a recipe, item by item, from the model's figures alone.
 
-`rank.rank_memory` is the one function that says it; profiles, budgets, checks before a launch and reports all ask it.
-`state` counts the part that does not grow with the tokens, `activations` the part that does, `table` adds both up.
+`rank.rank_memory` is the single entry point for profiles, token budgets, launch checks and reports. `state` counts the
+part independent of tokens, `activations` the part that grows with them, and `table` sums both.
 """

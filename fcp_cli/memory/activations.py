@@ -1,11 +1,10 @@
 """Activation memory per token: tensors that autograd keeps, and the working memory of the current layer.
 
 Symbols: t = bytes of an activation, r = bytes on the residual stream, h = hidden size, q = heads x head_dim,
-k = key/value heads x head_dim, f = MLP width, V = vocabulary. Figures that differ between kinds of layers take the
-kind.
+k = key/value heads x head_dim, f = MLP width, V = vocabulary. Functions that depend on the kind of layer take a `kind`.
 
 The activations are those that autograd keeps for transformers' unfused layers with fused attention (RMS norms computed
-in fp32, gated MLP); a test counts them on real layers and finds the same bytes. Fused layers keep less.
+in fp32, gated MLP). A test compares them with the bytes of real layers. Fused layers keep less.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _LABEL_BYTES = 32  # per token: label's column, whether it is in the block, log-
 
 
 def input_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token of a micro-batch itself: three int64 of ids, positions and labels, and the rotation."""
+    """Return the bytes per token of a micro-batch: three int64 (ids, positions, labels), RoPE tables, layer inputs."""
     sizes = {spec.heads(kind).head_dim for kind in spec.kinds if kind.attends}
     rotated = sum(sizes) if spec.latent is None else spec.latent.rotary_size
     return 3 * 8 + 2 * precision.residual * rotated + layer_input_bytes(spec, precision)
 
 
 def layer_input_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token of the layers' own embeddings: the input of their matrix, a norm and what is added."""
+    """Return the bytes per token of per-layer embeddings: projection input, norm, and the added embedding."""
     if spec.layer_inputs is None:
         return 0
     t, size = precision.activation, spec.layer_inputs.size
@@ -37,16 +36,16 @@ def layer_input_bytes(spec: ModelSpec, precision: Precision) -> int:
 
 
 def layer_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token that autograd keeps for one layer of a kind."""
+    """Return the bytes per token that autograd keeps for one layer."""
     own = 0
-    if spec.layer_inputs is not None:  # its matrices, their activation function and the norm
+    if spec.layer_inputs is not None:  # per-layer input: its matrices, their activation function and the norm
         t, h = precision.activation, spec.hidden_size
         own = t * h + 3 * t * spec.layer_inputs.size + _norm_bytes(spec, h, t)
     return attention_side_bytes(spec, kind, precision) + mlp_side_bytes(spec, kind, precision) + own
 
 
 def _norm_bytes(spec: ModelSpec, width: int, own: int) -> int:
-    """Count the bytes that an RMS norm of an input of `own` bytes keeps: fp32 input, normalised value, and scale."""
+    """Return the bytes kept by an RMS norm with inputs of `own` bytes: fp32 input, normalized value, and scale."""
     return (4 + (4 if spec.has("fp32 norms") else own)) * width + _scale_bytes(spec)
 
 
@@ -55,8 +54,9 @@ def _scale_bytes(spec: ModelSpec) -> int:
 
 
 def _layer_norm_bytes(spec: ModelSpec, precision: Precision, *, readers: int) -> int:
-    """Count a layer's norm with its output, under autocast once for each of the matrices that read it, and the norm of
-    the branch's output, if the family has one.
+    """Return the bytes of a branch's input norm with its output, and of its output norm if the family has one.
+
+    Autocast casts the output once for each of the `readers` matrices.
     """
     t, r, h = precision.activation, precision.residual, spec.hidden_size
     after = _norm_bytes(spec, h, t) if spec.has("four norms") else 0
@@ -64,23 +64,23 @@ def _layer_norm_bytes(spec: ModelSpec, precision: Precision, *, readers: int) ->
 
 
 def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token that autograd keeps for the first half of a layer: norm and attention."""
+    """Return the bytes per token that autograd keeps for the first half of a layer: norm and attention."""
     t, of_attention = precision.activation, attention_bytes(spec, kind, precision)
     if kind.attention == "none":
         return 0
     if kind.attention == "linear":
         linear = spec.linear_figures
-        # A norm over each head, its gate in fp32 before and after SiLU, and their product.
+        # Norm per head, its gate in fp32 before and after SiLU, and their product.
         gated = (4 + 2 * t + 2 * 4 + t) * _output_size(spec, kind) + 4 * linear.value_heads
         readers = 4 if spec.has("split linear inputs") else 2
         return _layer_norm_bytes(spec, precision, readers=readers) + gated + of_attention
     if kind.attention == "mamba":
         mamba = spec.mamba_figures
-        # The gated norm works in fp32 on copies of the gate and of the states' output, or on these: then the
-        # gate is a part of the product that all is made of.
+        # The gated norm works in fp32: on copies of gate and state output, or if these are fp32 already, on the gate as
+        # a view of the whole input projection.
         copies = 2 * 4 * mamba.width if t != 4 else t * mamba.projected_size
         gated = copies + (2 * 4 + 2 * t) * mamba.width + 4 * mamba.groups
-        made = 2 * 4 * mamba.heads  # time steps, as they become positive and bounded
+        made = 2 * 4 * mamba.heads  # time steps before and after softplus and clamping
         return _layer_norm_bytes(spec, precision, readers=1) + made + gated + of_attention
     if kind.attention == "latent":
         latent = spec.latent_figures
@@ -98,12 +98,12 @@ def attention_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision)
 
 
 def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token that attention's backward needs: q, k, v, the output, and its log-sum-exp.
+    """Return the bytes per token that attention's backward needs: q, k, v, the output, and its log-sum-exp.
 
-    Values of latent attention are a part of a product that holds most of the keys, too. Linear attention keeps what its
-    convolution takes and gives, before and after SiLU, decays and strengths of its updates, and a row of a chunk's
-    triangular system; state spaces keep the same of their convolution, the states' output, and the time steps
-    and their sums.
+    Values of latent attention are a view of a product that also holds most of the keys. Linear attention keeps the
+    input and output of its convolution (before and after SiLU), decays and update strengths, and a row of a chunk's
+    triangular system. State-space layers keep the same of their convolution, the states' output, and time steps with
+    their sums.
     """
     t = precision.activation
     if kind.attention == "linear":
@@ -124,12 +124,12 @@ def attention_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> i
 
 
 def _mixed_size(linear: Linear) -> int:
-    """Return the width of queries, keys and values that the convolution of linear attention mixes."""
+    """Return the width of linear attention's convolution: queries, keys and values."""
     return 2 * linear.key_heads * linear.key_size + linear.value_heads * linear.value_size
 
 
 def _output_size(spec: ModelSpec, kind: LayerKind) -> int:
-    """Return the width of attention's output, the input of the layer's output matrix."""
+    """Return the width of attention's output, which the layer's output matrix reads."""
     if kind.attention == "linear":
         return spec.linear_figures.value_heads * spec.linear_figures.value_size
     if kind.attention == "mamba":
@@ -138,24 +138,26 @@ def _output_size(spec: ModelSpec, kind: LayerKind) -> int:
 
 
 def mlp_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token that autograd keeps for the second half of a layer: norm and MLP, which keeps four
-    tensors of its width, or router and experts, which keep theirs for each that a token goes to.
+    """Return the bytes per token that autograd keeps for the second half of a layer: norm and MLP, or norm, router and
+    the active experts of a token. A gated MLP keeps four tensors of its width.
     """
     t, r, h, experts = precision.activation, precision.residual, spec.hidden_size, spec.experts
     products, computed = _mlp_widths(spec)
-    widths = products + computed if products > 1 else computed  # the function of an MLP without a gate keeps its result
+    widths = (
+        products + computed if products > 1 else computed
+    )  # the activation function of an ungated MLP saves its result only
     if kind.mlp == "none":
         return 0
     if experts is None or not kind.has_experts:
         return _layer_norm_bytes(spec, precision, readers=products) + widths * t * spec.dense_width(kind)
-    # Grouped products know no autocast: they work in the type of the weights. Two tensors of the layer's width, and of
-    # the experts' the first product and what is computed from it.
+    # Grouped matrix products ignore autocast and run in the type of the weights. Each expert keeps two tensors of the
+    # layer's width, and its first product and the results computed from it.
     wide = experts.latent_size or h
     of_experts = experts.active * r * (2 * wide + (7 if spec.has("expert biases") else widths) * experts.ffn_size)
     shared = widths * t * experts.shared_ffn_size + (t * h + t if spec.has("shared gate") else 0)
     if experts.latent_size is not None:
-        shared += t * wide  # the sum of experts, which becomes wide again
-    if spec.has("norms of experts"):  # of both branches' outputs, and of the experts' input
+        shared += t * wide  # the sum of experts, before its projection to the full width
+    if spec.has("norms of experts"):  # norms of both branches' outputs and of the experts' input
         shared += 3 * _norm_bytes(spec, h, t)
     readers = 1 + (products if experts.shared_ffn_size else 0)
     norm = _layer_norm_bytes(spec, precision, readers=readers)
@@ -163,31 +165,31 @@ def mlp_side_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> in
 
 
 def _mlp_widths(spec: ModelSpec) -> tuple[int, int]:
-    """Return the tensors of an MLP's width that its first matrices make, and that are computed from them."""
+    """Return the counts of tensors of MLP width: outputs of the first matrices, and results computed from them."""
     return (1, 2) if spec.has("plain mlp") else (2, 2)
 
 
 def _router_bytes(spec: ModelSpec, experts: Experts, precision: Precision) -> int:
-    """Count a router's bytes: scores in fp32, weights before and after they are normalised, and the places (int64)
-    to which tokens were sorted.
-    """
+    """Return a router's bytes per token: fp32 scores, weights before and after normalization, int64 sort indices."""
     r = precision.residual
-    if spec.has("expert biases"):  # chooses before it normalises, and each place takes the biases of its expert
+    if spec.has("expert biases"):  # selects before normalizing, and indexes the biases of each selected expert
         return experts.active * (2 * r + 5 * 8)
     scores = 4 * experts.count + 4
-    if spec.has("norms of experts"):  # a norm without a weight, two scales, and the weights of experts
+    if spec.has("norms of experts"):  # weightless norm, two scales, and expert weights
         own = (4 + 2 * precision.activation) * spec.hidden_size + _scale_bytes(spec)
         return scores + own + experts.active * (4 + r + 5 * 8)
     if not spec.has("sigmoid router"):
         return scores + experts.active * (4 + r + 4 * 8)
     wide = 0
-    if r != 4 and not spec.has("16-bit router"):  # it scores in fp32; a copy alone is kept if no MLP reads its input
+    if r != 4 and not spec.has(
+        "16-bit router"
+    ):  # scores in fp32; only the copy is kept unless a shared expert reads the input
         wide = (4 if experts.shared_ffn_size else 4 - precision.activation) * spec.hidden_size
     return scores + wide + experts.active * (4 + 4 + 4 * 8)
 
 
 def kept_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
-    """Count the bytes per token that stay on the device for one layer from its forward to its backward."""
+    """Return the bytes per token of one layer that stay on the device from its forward to its backward."""
     if not recipe.recomputes_layers:
         return layer_bytes(spec, kind, precision) - recomputed_bytes(spec, kind, recipe, precision)
     inputs = 0 if recipe.offload == "activations" else precision.residual * spec.hidden_size
@@ -195,7 +197,7 @@ def kept_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Prec
 
 
 def _saved_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
-    """Count the bytes per token that a recomputed layer keeps of what autograd would: attention's, and products."""
+    """Return the bytes per token of autograd's tensors that a recomputed layer keeps: attention's, and products."""
     if recipe.recompute == "full":
         return 0
     attention = attention_bytes(spec, kind, precision)
@@ -203,9 +205,9 @@ def _saved_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Pr
 
 
 def mlp_product_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token of the MLP's products that its backward reads: all but that of its last matrix.
+    """Return the bytes per token of the MLP's matrix products that its backward reads: all but the last.
 
-    Of experts that one, too, since the gradients of their weights need it.
+    Experts also keep the last, which the gradients of their routing weights need.
     """
     t, experts, (products, _) = precision.activation, spec.experts, _mlp_widths(spec)
     if experts is None or not kind.has_experts:
@@ -216,7 +218,7 @@ def mlp_product_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) ->
 
 
 def _activation_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token of what an MLP computes between its matrices, and of tokens copied for experts."""
+    """Return the bytes per token of an MLP's elementwise results, and of tokens copied to experts."""
     t, experts, (_, computed) = precision.activation, spec.experts, _mlp_widths(spec)
     if experts is None or not kind.has_experts:
         return computed * t * spec.dense_width(kind) if kind.mlp != "none" else 0
@@ -226,10 +228,9 @@ def _activation_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) ->
 
 
 def _extra_product_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
-    """Count the bytes per token of kept products that no backward reads, but the recomputation of what they become.
+    """Return the bytes per token of kept products that only recomputation reads, not backward.
 
-    Those of attention's own matrices but the values', and of a router; a shared expert's last output; of adapters as
-    much as their matrices make.
+    These are the outputs of attention's matrices except the values, of a router, and of a shared expert's last matrix.
     """
     if recipe.recompute != "elementwise":
         return 0
@@ -252,23 +253,22 @@ def _extra_product_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, preci
 
 
 def recomputed_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
-    """Count the bytes per token that the layer at work computes again before its backward."""
+    """Return the bytes per token that the current layer recomputes before its backward."""
     if recipe.recompute == "none":
         return 0
     if recipe.recompute == "activation":
         return _activation_bytes(spec, kind, precision)
     kept = _saved_bytes(spec, kind, recipe, precision)
     if precision.residual == 4 and recipe.offload == "none":
-        kept += 4 * spec.hidden_size  # the first norm works on the layer's input itself, which needs no cast
+        kept += 4 * spec.hidden_size  # the first norm saves the layer's fp32 input itself, without a cast
     return layer_bytes(spec, kind, precision) - kept
 
 
 def mlp_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token of a layer's backward on top of its activations, at its peak.
+    """Return the peak bytes per token of an MLP's backward on top of the layer's activations.
 
-    The gradient of the residual stream waits; that of the MLP's product has become those of its two factors, as wide
-    each, and the product itself is gone. Of experts the same is there for each that a token goes to, and the gradient
-    of their outputs.
+    Alive are the gradient of the residual stream, and those of the two factors of the gated product, which is freed.
+    Experts have the latter for each active expert of a token, plus the gradient of its output.
     """
     t, r, experts = precision.activation, precision.residual, spec.experts
     if experts is None or not kind.has_experts:
@@ -277,10 +277,10 @@ def mlp_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -
 
 
 def attention_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, *, in_rings: bool) -> int:
-    """Count the bytes per token of attention's backward on top of the activations of the layer's first half.
+    """Return the bytes per token of attention's backward on top of the activations of the layer's first half.
 
-    The gradients of the output, of q, k and v. In a ring, also the sum of dq in fp32, and what a hop gathers: its rows
-    of q, of the output and of the output's gradient.
+    Counts the gradients of the residual stream, the output, q, k and v. A ring adds the fp32 sum of dq, and the rows of
+    q, the output and its gradient that a hop gathers.
     """
     t, out = precision.activation, _output_size(spec, kind)
     if kind.attention == "linear":
@@ -295,11 +295,11 @@ def attention_backward_bytes(spec: ModelSpec, kind: LayerKind, precision: Precis
 
 
 def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, copies: float) -> float:
-    """Count the bytes per token of keys and values that a rank keeps of a layer on top of its own share.
+    """Return the bytes per token of a layer's replicated keys and values, on top of the rank's own share.
 
     Args:
         spec, kind, precision: describe the layer.
-        copies: ranks that have the same heads, where more ranks share heads than there are of keys and values.
+        copies: copies of each key/value head within a Ulysses group; 1 if there are enough heads.
     """
     if not kind.attends:
         return 0.0
@@ -307,24 +307,23 @@ def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, cop
 
 
 def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Count the bytes per token that attention's backward takes more where ranks share heads.
-
-    The gradient of the output, and its placeholder, of the exchanged tokens and heads.
+    """Return the extra bytes per token of attention's backward under Ulysses: the output gradient before and after the
+    all-to-all.
     """
     return 2 * precision.activation * _output_size(spec, kind) if kind.attends else 0
 
 
 def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple[float, float]:
-    """Return the bytes that a layer with states keeps in a ring, beyond `attention_bytes`: per sequence, per token.
+    """Return the bytes (per sequence, per token) that a state layer keeps in a ring, beyond `attention_bytes`.
 
-    Both are 0 for layers without states. A member holds two chunks of each sequence.
+    Both are 0 for layers without states. A ring member holds two chunks of each sequence.
 
-    Linear attention. Per chunk: the state [0 | I] that its kernel begins with, the matrix A, and the state that
-    arrives from other members (see `runtime.states.linear_attention`). Per token: the columns beside its values, and
-    what it reads of the state that arrives.
+    Linear attention: per chunk the kernel's initial state [0 | I], the matrix A, and the state received from other
+    members (see `runtime.states.linear_attention`); per token the extra columns next to the values, and the
+    contribution of the received state.
 
-    State spaces. Per chunk: the state that arrives. Per token: the vectors that read it and the time steps (both as
-    copies beside those in a kernel's batches), and the factor by which each head reads.
+    State-space layers: per chunk the received state; per token the vectors that read it and the time steps (copies of
+    those in a kernel's batches), and the factor of each head.
     """
     if kind.attention == "mamba":
         mamba = spec.mamba_figures
@@ -338,10 +337,10 @@ def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple
 
 
 def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Return the bytes per token of the ring's buffers: two for keys and values, two for their fp32 gradients.
+    """Return the bytes per token of ring buffers: two for keys and values, two for their fp32 gradients.
 
-    Layers with windows take as many in addition to their halos, which are short where a rank holds much: the rows of
-    their one call, its gradients, and the sums of these in fp32.
+    Window layers need as much for the rows of their single call, its gradients and their fp32 sums. Their halos are not
+    counted: they are short if a rank holds many tokens.
     """
     if not kind.attends:
         return 0
@@ -349,10 +348,10 @@ def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
 
 
 def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool) -> int:
-    """Count the bytes per token of a layer's forward that no backward follows, at most.
+    """Return an upper bound of the bytes per token of a layer in a forward-only pass.
 
-    One half of a layer is at work at a time, on top of the residual stream; it holds no more than autograd would keep
-    of it, and in a ring the sum of results in fp32.
+    One half of a layer runs at a time, on top of the residual stream. It holds at most as much as autograd would keep,
+    and in a ring also the fp32 sum of partial results.
     """
     halves = [
         max(
@@ -365,26 +364,26 @@ def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool
 
 
 def forward_ring_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Return the bytes per token of the buffers of a ring without a backward: two for keys and values."""
+    """Return the bytes per token of ring buffers in a forward-only pass: two for keys and values."""
     attending = [spec.key_size(kind) + spec.value_size(kind) for kind in spec.kinds if kind.attends]
     return 2 * max(attending, default=0) * precision.activation
 
 
 def final_norm_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token that autograd keeps of the last layer's output and its norm."""
+    """Return the bytes per token that autograd keeps for the final norm and its output."""
     return _norm_bytes(spec, spec.hidden_size, precision.residual) + precision.activation * spec.hidden_size
 
 
 def plain_loss_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Count the bytes per token of a loss over whole logits: their log-softmax, and the gradients on both its sides."""
+    """Return the bytes per token of a loss over all logits: their log-softmax, and gradients before and after it."""
     return 3 * precision.loss * spec.vocab_size
 
 
 def chunked_loss_bytes(spec: ModelSpec, precision: Precision) -> tuple[float, float, float]:
-    """Return the bytes per token of the chunked loss, those of its logits, and the most that its logits take.
+    """Return (bytes per token, logit bytes per token, limit of logit bytes) of the chunked loss.
 
-    The gradient of the hidden states is summed in fp32. A block of logits exists in fp32, and for a moment in the type
-    of the product next to it.
+    The gradient of the hidden states is accumulated in fp32. A block of logits exists in fp32 and briefly also in the
+    type of the matrix product.
     """
     t, wide = precision.activation, precision.loss
     both = wide + (t if t != wide else 0)

@@ -1,4 +1,4 @@
-"""The peak of a rank whose layers recompute as needed, by the tokens of its micro-batch."""
+"""Peak memory of a rank with as-needed recomputation, by the tokens of its micro-batch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def as_needed_bytes(
 ) -> float:
     """Return the peak memory in bytes of a rank whose first layers may recompute at a higher level than the others.
 
-    It is the larger of two moments: the start of the backward, when all layers hold what they kept (the first ones
-    less), and the start of the backward of the first layers, when the layers after them have been freed.
+    It is the maximum of two moments: the start of the backward, when all layers hold their kept activations (the first
+    ones fewer), and the start of the backward of the first layers, when the later layers have been freed.
 
     Args:
-        spec: the model; all its layers are taken to keep equally much.
-        recipe: the recipe of the plan.
-        levels: the levels of the plan's profile, from which the tokens choose one or two.
-        tokens: the tokens of the rank in the micro-batch.
-        memory_of: returns the memory of a rank under a recipe that all its layers follow.
+        spec: model; its layers are assumed to keep equal bytes.
+        recipe: recipe of the plan.
+        levels: levels of the plan's profile; the tokens select one or two of them.
+        tokens: tokens of the rank in the micro-batch.
+        memory_of: returns the memory of a rank if all layers follow a recipe.
     """
     number, count = layers_by_level(levels, tokens, spec.num_layers)
-    # Nothing lies below level 0, by which all layers then run.
+    # Clamped: at level 0 all layers use it, and there is no lower one.
     pair = [replace(recipe, recompute=levels[max(place, 0)].recompute) for place in (number - 1, number)]
     memories = [memory_of(one) for one in pair]
     low, high = (memory.total_bytes(tokens) for memory in memories)

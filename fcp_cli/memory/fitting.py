@@ -1,6 +1,6 @@
-"""Recipes that fit the ranks of a job, and the first of them, in a fixed order, that leaves room for so many tokens.
+"""Recipes that fit the memory of a job's ranks, and the cheapest of them that reaches a token budget.
 
-`fitting_recipe` answers questions of memory, where no lengths are known; `planning.recipe_search` prices the recipes of
+`fitting_recipe` chooses by memory alone, if no lengths are known; `planning.recipe_search` prices the recipes of
 `all_fits` on the lengths of a plan.
 """
 
@@ -38,7 +38,7 @@ from fcp_cli.recipe import (
 LEAST_TOKENS: Final = 16_384
 """Tokens a rank that a recipe should leave room for: below that, rings of long sequences wait for their messages."""
 
-# Cheapest in time first.
+# Fastest first.
 _OFFLOADS: Final[tuple[Offload, ...]] = ("none", "activations")
 _RECOMPUTATIONS: Final[tuple[Recompute, ...]] = ("none", "activation", "elementwise", "selective", "full", "as-needed")
 _LEVELS: Final[tuple[LayerRecompute, ...]] = ("none", "activation", "elementwise", "selective")  # of as-needed
@@ -48,14 +48,14 @@ _SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
 _REDUCES: Final[tuple[Reduce, ...]] = ("wave", "step")
 _STAGE_BUDGETS: Final = 5  # token budgets of pipelines whose stages recompute as needed
 
-# Peers of a rank, at most, if groups are of neighbouring ranks, as fcp's are. Those of rings are counted over all
-# groups that there may be (planning.fcp.peer_limit); plans that share heads had 14 on nodes of eight, at most.
+# Most peers of a rank if groups are contiguous, as fcp's are. Pure rings are counted over all possible groups
+# (planning.fcp.peer_limit); plans with Ulysses degrees had at most 14 on nodes of eight.
 RING_PEERS: Final = 8
 _SHARED_HEADS_PEERS: Final = 22
 
 
 def sharing_ranks(attention: SplitAttention | None, shape: RankShape) -> int:
-    """Return how many ranks may share heads in a plan, at most: sets of rings stand inside nodes."""
+    """Return the largest Ulysses degree of a plan; a node under `2d`, whose Ulysses groups never span nodes."""
     if attention is None:
         return 1
     return shape.num_ranks if attention == "ulysses" else shape.ranks_per_node
@@ -66,13 +66,13 @@ class JobRanks(RankShape):
     """Ranks of a job, and the memory of their devices.
 
     Attributes:
-        virtual_stages: blocks of layers on each stage of a pipeline.
-        expert_parallel: ranks that share out the experts of a layer.
-        most_peers: peers that a rank may have; None: as many as groups of neighbouring ranks need.
-        sharing: ranks that may share heads, at most.
-        capacity_bytes: the memory of a device, less the share of allocator and back ends.
-        on_cpu: the ranks run on hosts.
-        measured_bytes_per_token: the bytes of a token, if measured; None: by the memory model.
+        virtual_stages: blocks of layers per pipeline stage.
+        expert_parallel: expert-parallel size.
+        most_peers: peer limit of a rank; None: as many as contiguous groups need.
+        sharing: largest Ulysses degree.
+        capacity_bytes: memory of a device, after the reserve for allocator and back ends.
+        on_cpu: whether the ranks run on CPUs.
+        measured_bytes_per_token: measured bytes per token; None: use the memory model.
     """
 
     virtual_stages: int = 1
@@ -85,7 +85,7 @@ class JobRanks(RankShape):
 
     @property
     def cut(self) -> Cut:
-        """How the model is cut over devices of a rank, and its experts over ranks."""
+        """Sharding of the model over the devices of a rank, and of its experts over ranks."""
         return Cut(
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
@@ -93,14 +93,14 @@ class JobRanks(RankShape):
         )
 
     def that_share(self, asked: str, *, prices_heads: bool) -> JobRanks:
-        """Return them as they may share heads under an `--attention` of a plan, and a profile that may price it."""
+        """Return the ranks with `sharing` set by an `--attention`; unchanged for rings or without prices for heads."""
         if asked == "ring" or not prices_heads:
             return self
         return replace(self, sharing=sharing_ranks("ulysses" if asked == "ulysses" else "2d", self))
 
     @property
     def peers(self) -> int:
-        """Peers of a rank, at most, before a plan says how many."""
+        """Upper estimate of a rank's peers, for use before there is a plan."""
         expected = RING_PEERS if self.sharing == 1 else min(RING_PEERS + self.sharing, _SHARED_HEADS_PEERS)
         return min(expected if self.most_peers is None else self.most_peers, self.num_ranks - 1)
 
@@ -118,7 +118,7 @@ class JobRanks(RankShape):
         )
 
     def _bytes_per_token(self, memory: RankMemory, spec: ModelSpec, recipe: Recipe, sync: Sync) -> float:
-        """Return the bytes of a token by the memory model, or as measured, plus those that sharing heads adds."""
+        """Return the bytes per token by the memory model, or as measured plus the model's increment for Ulysses."""
         slope = memory.as_profile_memory(self.capacity_bytes).bytes_per_token
         if not self.measured_bytes_per_token:
             return slope
@@ -126,10 +126,10 @@ class JobRanks(RankShape):
         return self.measured_bytes_per_token + max(0.0, slope - ring.bytes_per_token)
 
     def fit(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int = LEAST_TOKENS) -> FittedRecipe:
-        """Return the room that a recipe leaves.
+        """Return a recipe with its memory and token budget.
 
         Raises:
-            UsageError: layers are to recompute as needed, and not all of the model's are alike.
+            UsageError: the recipe recomputes as needed, but the model's layers differ in memory.
         """
         if recipe.recompute == "as-needed":
             return self._fit_as_needed(spec, recipe, sync, wanted_tokens=wanted_tokens)
@@ -138,7 +138,7 @@ class JobRanks(RankShape):
         if self.measured_bytes_per_token:
             room = self.capacity_bytes - memory.binding(self.capacity_bytes).fixed_bytes
             tokens = max(0, math.floor(room / per_token))
-        if self.virtual_stages > 1:  # P V blocks of layers are in flight on the first stage, and P - 1 more
+        if self.virtual_stages > 1:  # the first stage holds P V + P - 1 blocks in flight
             tokens = int(tokens / (1 + (self.pipeline_parallel - 1) / (self.pipeline_parallel * self.virtual_stages)))
         return FittedRecipe(
             recipe=recipe,
@@ -150,7 +150,7 @@ class JobRanks(RankShape):
         )
 
     def _fit_as_needed(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int) -> FittedRecipe:
-        """Return the room with all layers at the last level, and that of each level."""
+        """Return the fit with all layers at the last level, with the token budget of each level."""
         levels = self.levels_of(spec, recipe)
         if not levels:
             raise UsageError(
@@ -164,9 +164,10 @@ class JobRanks(RankShape):
         return replace(fits[levels[-1]], recipe=recipe, level_tokens=held)
 
     def budgets(self, spec: ModelSpec, fit: FittedRecipe) -> Iterator[FittedRecipe]:
-        """Yield a fit at the token budgets to compare: several in pipelines whose stages recompute as needed.
+        """Yield a fit at the token budgets to compare, several if pipeline stages recompute as needed.
 
-        Levels then hold tokens in flight: those whose kept activations fit in addition to the work on a micro-batch.
+        `level_tokens` then counts tokens in flight whose kept activations fit next to the working memory of a
+        micro-batch.
         """
         if self.pipeline_parallel == 1 or len(fit.level_tokens) != 2:
             yield fit
@@ -181,9 +182,9 @@ class JobRanks(RankShape):
             yield replace(fit, tokens=budget, level_tokens={kind: int(room / size) for kind, size in kept.items()})
 
     def levels_of(self, spec: ModelSpec, recipe: Recipe) -> tuple[LayerRecompute, ...]:
-        """Return the levels that the layers of a model may mix; none if its layers differ in what they keep.
+        """Return the recomputation levels that a model's layers may mix, or () if its layers differ in kept bytes.
 
-        A trained vision encoder recomputes all of its layers, or none, so that levels agree on it.
+        With a trained vision encoder, which recomputes all layers or none, only levels that recompute layers qualify.
         """
         precision = precision_of(recipe)
         encodes = vision_bytes(spec, recipe, precision) > 0
@@ -201,20 +202,19 @@ class JobRanks(RankShape):
 
     @property
     def runs_megatron(self) -> bool:
-        """Whether a rank is several devices, or shares experts."""
+        """Whether tensor, pipeline or expert parallelism requires Megatron."""
         return self.tensor_parallel * self.pipeline_parallel * self.expert_parallel > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedRecipe:
-    """A recipe with the room that it leaves.
+    """A recipe with its memory and token budget.
 
     Attributes:
-        recipe, sync: chosen, or as they were asked for.
-        tokens: the tokens that a rank may hold; 0 where not even the model fits.
-        wanted_tokens: the tokens that were to fit.
-        bytes_per_token: the bytes that a token takes where tokens are most, by the memory model or as measured.
-        level_tokens: the tokens that a rank holds with all layers at each level, if they recompute as needed.
+        tokens: token budget of a rank; 0 if not even the model fits.
+        wanted_tokens: requested token budget.
+        bytes_per_token: bytes per token at the budget, by the memory model or as measured.
+        level_tokens: token budget with all layers at each level, if they recompute as needed.
     """
 
     recipe: Recipe
@@ -230,23 +230,23 @@ class FittedRecipe:
         return self.tokens >= self.wanted_tokens
 
     def in_forward(self, place: JobRanks) -> FittedRecipe:
-        """Return the same recipe, with the memory and the tokens that fit if ranks run forward passes alone."""
+        """Return the fit of the same recipe for forward passes only."""
         memory = self.memory.in_forward()
         per_token = memory.as_profile_memory(place.capacity_bytes).bytes_per_token
         return replace(self, memory=memory, tokens=memory.tokens(place.capacity_bytes), bytes_per_token=per_token)
 
     @property
     def key(self) -> tuple[Recipe, Sync]:
-        """Return the settings that tell it from other fits of the same ranks."""
+        """Key that identifies the fit among those of the same ranks."""
         return self.recipe, self.sync
 
     @property
     def roominess(self) -> tuple[int, float]:
-        """Return the sort key of recipes by the room that they leave, also where none leaves any."""
+        """Sort key by token budget; if budgets are 0, by the missing memory."""
         return self.tokens, -self.memory.total_bytes(self.wanted_tokens)
 
     def flags(self) -> list[str]:
-        """Return the words that ask `fcp plan` for it."""
+        """Return the `fcp plan` options that request this recipe and sync."""
         return [*self.recipe.flags(), "--sync", self.sync]
 
 
@@ -258,18 +258,21 @@ def fitting_recipe(
     sync: Sync | None = None,
     wanted_tokens: int = LEAST_TOKENS,
 ) -> FittedRecipe:
-    """Return the first recipe of a fixed order that leaves a rank the tokens; if none does, the one that leaves most.
+    """Return the first recipe of a fixed order that reaches `wanted_tokens`, or else the one with the largest budget.
 
-    Computing activations again costs the most, so it comes first: none, then selective, then full. Of the rest, weights
-    that are gathered once a step come before those gathered in every micro-batch, with the sync that goes with each,
-    and a copy in each node before one over all of them. Gathering weights from other nodes in every micro-batch comes
-    after all of that, since it cannot hide behind the computation, and moving activations to the host last.
+    The order follows the cost in time. Recomputation costs most: none, then selective, then full. At equal
+    recomputation, weights gathered once per step precede weights gathered in every micro-batch, each with its sync, and
+    sharding within a node precedes sharding over all ranks. Gathering weights across nodes in every micro-batch comes
+    after all of these, since computation cannot hide it. Offloading activations comes last.
 
     Args:
-        request: settings that were given; only open ones are chosen.
+        request: settings given by the user; only the others are chosen.
         place: ranks and devices.
-        sync: the sync of the plan; None: chosen, too.
-        wanted_tokens: the tokens that a rank is to hold.
+        sync: sync of the plan; None: choose it, too.
+        wanted_tokens: requested token budget of a rank.
+
+    Raises:
+        UsageError: the given settings contradict each other, or do not suit the model or the ranks.
     """
     check_trained(spec, request.applied_to(Recipe()))
     best: FittedRecipe | None = None
@@ -287,11 +290,11 @@ def fitting_recipe(
 def all_fits(
     spec: ModelSpec, request: RecipeRequest, place: JobRanks, *, sync: Sync | None = None
 ) -> list[FittedRecipe]:
-    """Return every recipe that was not ruled out with its token budget, in the order of `fitting_recipe`.
+    """Return all possible recipes with their token budgets, in the order of `fitting_recipe`.
 
-    Copies are also sharded over several nodes short of all, and gradients of ZeRO-3 also reduced once a step.
-    Offloading is tried if the same recipe without it leaves fewer than 16,384 tokens: more gain little, and the host
-    may lack room.
+    In addition to its candidates, weights may be sharded over several but not all nodes, and ZeRO-3 may reduce
+    gradients once per step. Offloading is only tried if the recipe without it fits fewer than `LEAST_TOKENS` tokens:
+    more tokens gain little, and host memory may not suffice.
     """
     found: dict[tuple[Recipe, Sync], FittedRecipe] = {}
     fits: list[FittedRecipe] = []
@@ -306,7 +309,7 @@ def all_fits(
 
 
 def _extents(place: JobRanks) -> tuple[int | None, ...]:
-    """Return sharding extents in whole nodes, doubling up to all ranks."""
+    """Return sharding extents in whole nodes, doubling up to all ranks (None)."""
     found, extent = [], place.ranks_per_node
     while 1 < extent < place.num_ranks and place.num_ranks % extent == 0:
         found.append(extent)
@@ -317,16 +320,16 @@ def _extents(place: JobRanks) -> tuple[int | None, ...]:
 def _candidates(
     request: RecipeRequest, place: JobRanks, sync: Sync | None, *, extents: tuple[int | None, ...] = ()
 ) -> list[tuple[Recipe, Sync]]:
-    """Return the recipes that were not ruled out, in the fixed order.
+    """Return the possible recipes in the fixed order.
 
     Args:
         request, place, sync: see `fitting_recipe`.
-        extents: sharding extents to try for weights and gradients; none: a node and all ranks.
+        extents: sharding extents to try for weights and gradients; (): a node and all ranks.
     """
     given = request.given()
     if (shard_ranks := given.get("shard_ranks")) and place.num_ranks % min(shard_ranks, place.num_ranks):
         raise UsageError(f"--shard-ranks is {shard_ranks}; it must divide the {place.num_ranks} ranks")
-    # Megatron's loss holds all logits of its share of the vocabulary.
+    # Megatron's loss materializes all logits of its vocabulary shard.
     loss: Loss = "plain" if place.runs_megatron else "chunked"
     base = request.applied_to(Recipe(precision="fp32" if place.on_cpu else "bf16", loss=loss))
     if base.recompute in KEEP_PRODUCTS and place.runs_megatron:
@@ -355,19 +358,21 @@ def _candidates(
             ),
             its_sync,
         )
-        and not (recompute == "as-needed" and stage == 3 and place.pipeline_parallel > 1)  # a floor hides what differs
+        and not (
+            recompute == "as-needed" and stage == 3 and place.pipeline_parallel > 1
+        )  # the wave floor hides the difference
     ]
-    return sorted(found, key=lambda one: _cost(one[0], one[1], place))  # the order of shardings stays
+    return sorted(found, key=lambda one: _cost(one[0], one[1], place))  # stable: keeps the order of shardings
 
 
 def _recomputations(place: JobRanks, *, searches: bool) -> tuple[Recompute, ...]:
-    """Return the kinds to try: those that keep products only where data say what they gain."""
+    """Return the recomputations to try; those that keep products need a search that prices their gain."""
     keeps_products = searches and not place.runs_megatron
     return tuple(kind for kind in _RECOMPUTATIONS if keeps_products or kind not in (*KEEP_PRODUCTS, "as-needed"))
 
 
 def _cost(recipe: Recipe, sync: Sync, place: JobRanks) -> tuple[int, ...]:
-    """Return the sort key of recipes by their price, most important first."""
+    """Return the sort key of recipes by cost in time, most expensive setting first."""
     gathers_from_afar = recipe.zero_stage == 3 and recipe.shards(place.num_ranks) > place.ranks_per_node
     return (
         _OFFLOADS.index(recipe.offload),
@@ -397,11 +402,11 @@ def _shardings(
 
 
 def _stages(place: JobRanks, sync: Sync) -> tuple[ZeroStage, ...]:
-    """Return the ZeRO stages to try, by the bytes that they send in a step.
+    """Return the ZeRO stages to try, by communication volume per step.
 
-    Stage 2 sends less than 0 and 1: it sums gradients to the ranks that own them, and gathers bf16 weights, as
-    FSDP2 does; ranks of several devices run Megatron, which shards its optimizer alone. Weights are sharded there by
-    Megatron-FSDP, which a script has to ask for, and so does --zero 3.
+    Stage 2 sends less than 0 and 1: like FSDP2 it reduce-scatters gradients and all-gathers bf16 weights. Ranks of
+    several devices run Megatron, which only shards its optimizer. Its weights are only sharded by Megatron-FSDP, which
+    the script has to enable, so stage 3 must be requested with --zero 3.
     """
     if place.tensor_parallel * place.pipeline_parallel > 1:
         return (1,)
@@ -423,7 +428,7 @@ def _is_possible(recipe: Recipe, sync: Sync) -> bool:
 
 
 def _contradiction(request: RecipeRequest, sync: Sync | None) -> UsageError:
-    """Return the reason why the given settings contradict each other."""
+    """Return the error for given settings that contradict each other."""
     recipe = request.applied_to(Recipe(zero_stage=2))
     try:
         check_recipe(recipe, sync=sync or "iteration")

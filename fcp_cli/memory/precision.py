@@ -1,4 +1,4 @@
-"""Bytes of each type of number that a recipe keeps."""
+"""Element sizes of the tensors of a recipe."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from fcp_cli.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Bytes of one number.
+    """Bytes per element.
 
     Attributes:
-        weight: bytes of a weight that every rank holds whole between steps.
-        master: bytes of its copy in the optimizer, 0 where the weights themselves are updated.
-        moments: bytes of Adam's two moments together.
-        gathered: bytes of a weight that ranks share out and that is gathered to compute with it.
-        gradient: bytes of a gradient that is kept.
-        activation: the activation of the outputs of matrices and attention.
-        residual: bytes of the residual stream, which autocast leaves in the type of the weights.
-        loss: bytes of the logits in the loss.
-        copy: bytes of the copy of a matrix that autocast makes and autograd keeps; 0 without autocast.
+        weight: unsharded weights between steps.
+        master: master weights of the optimizer; 0 if it updates the weights in place.
+        moments: both moments of Adam together.
+        gathered: sharded weights while they are gathered for compute.
+        gradient: accumulated gradients.
+        activation: outputs of matrix products and attention.
+        residual: residual stream, which autocast leaves in the type of the weights.
+        loss: logits in the loss.
+        copy: weight copies that autocast makes and autograd keeps; 0 without autocast.
     """
 
     weight: int
@@ -43,5 +43,5 @@ _PRECISIONS = {
 
 
 def precision_of(recipe: Recipe) -> Precision:
-    """Return the bytes of the numbers that a recipe computes with."""
+    """Return the element sizes of a recipe."""
     return _PRECISIONS[recipe.precision]

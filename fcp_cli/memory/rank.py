@@ -1,4 +1,4 @@
-"""Memory of a rank for the job that will run, as a table of items."""
+"""Memory of a rank under a recipe, as a table of items at each moment of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fcp_cli.plan.metadata.plan_metadata import Sync
 from fcp_cli.recipe import Recipe
 
 
-@lru_cache(maxsize=256)  # a search for a recipe asks for its memory, and again for its profile
+@lru_cache(maxsize=256)  # a recipe search needs it for the fit and again for the profile
 def rank_memory(
     spec: ModelSpec,
     recipe: Recipe,
@@ -33,14 +33,13 @@ def rank_memory(
     """Return the memory of a rank's fullest device in a step of several micro-batches.
 
     Args:
-        recipe: the settings that the job runs with.
-        sync: the plan's; under `iteration`, gradients are reduced once a step.
-        ranks: the ranks of the job.
-        cut: the cut of the model over devices of a rank, and of its experts over ranks.
-        on_cpu: the job runs on hosts: no device communicators.
-        peers: ranks that one meets in rings, whose channels take memory on accelerators.
-        sharing: ranks that may share heads, at most; they hold keys and values of a head several times where they are
-            more than these.
+        recipe: settings of the job.
+        sync: sync of the plan; under `iteration`, gradients are reduced once per step.
+        ranks: number of ranks of the job.
+        cut: model-parallel sharding.
+        on_cpu: whether the job runs on CPUs, without device communicators.
+        peers: peers of a rank, whose connections take device memory.
+        sharing: largest Ulysses degree; beyond the number of key/value heads it replicates them.
     """
     state = State(
         spec=spec,
@@ -70,15 +69,16 @@ def rank_memory(
 
 
 def most_copies(spec: ModelSpec, cut: Cut, sharing: int) -> float:
-    """Return how many ranks hold the same key/value head, at most, where so many may share heads."""
+    """Return the most copies of a key/value head within a Ulysses group of up to `sharing` ranks."""
     query_heads, heads = (max(1, count // cut.tensor_parallel) for count in (spec.num_heads, spec.shared_kv_heads))
     return max(1.0, *(u / heads for u in (1, *heads_degrees(query_heads, heads, sharing))))
 
 
 def saved_bytes(spec: ModelSpec, recipe: Recipe, *, ranks: int) -> float:
-    """Return the bytes that a rank copies to its host for a checkpoint; only the ranks of one copy save.
+    """Return the bytes that a rank copies to its host for a checkpoint; only the ranks of one replica save.
 
-    The optimizer's weights and moments, and frozen weights, which adapters leave to their checkpoint.
+    Counts trained weights, optimizer moments, and frozen weights. Adapters leave frozen weights to the checkpoint that
+    they were loaded from.
     """
     shards = recipe.shards(ranks) if recipe.zero_stage else 1
     precision = precision_of(recipe)
@@ -90,7 +90,7 @@ def saved_bytes(spec: ModelSpec, recipe: Recipe, *, ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _MicroBatch:
-    """The moments of a micro-batch that runs."""
+    """Moments of memory use within a micro-batch."""
 
     state: State
     in_rings: bool
@@ -99,29 +99,29 @@ class _MicroBatch:
     copies: float
 
     def mlp_backward(self, kind: LayerKind) -> Moment:
-        """Return where the backward of a layer takes the most: between the matrices of its MLP."""
+        """Return the peak of a layer's backward, between the matrices of its MLP."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
         again = activations.recomputed_bytes(spec, kind, recipe, precision)
-        # Computed again, copies are the layer's at work; otherwise `_kept` has those of all layers.
+        # Under full recomputation only the current layer has replicated K/V; else `_kept` counts those of all layers.
         copies = self._replicated(kind) if recipe.recompute == "full" else 0.0
         layer = again + activations.mlp_backward_bytes(spec, kind, precision) + copies
         items = (self._item("one layer", layer), self.state.new_gradients(), self._copies_of_backward())
         return Moment(name="backward of a layer", items=(*self.held, *self._kept(), *items))
 
     def attention_backward(self, kind: LayerKind) -> Moment:
-        """Return the backward of a layer's attention, when the MLP's activations are gone."""
+        """Return the backward of a layer's attention, after the MLP's activations are freed."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
         gone: float = activations.mlp_side_bytes(spec, kind, precision)
         again = activations.recomputed_bytes(spec, kind, recipe, precision)
-        if recipe.recompute == "activation":  # the MLP's alone, which its backward has freed
+        if recipe.recompute == "activation":  # only the MLP recomputes, and its backward has freed the result
             gone, again = gone - again, 0
-        elif recipe.recompute == "elementwise":  # products are held until the layer's backward ends
+        elif recipe.recompute == "elementwise":  # products are kept until the end of the layer's backward
             gone -= activations.mlp_product_bytes(spec, kind, precision)
         working: float = activations.attention_backward_bytes(spec, kind, precision, in_rings=self.in_rings)
-        # Computed again, the MLP's activations are among the layer's own, not among those kept.
+        # If recomputed, the MLP's activations count as the layer's working memory, not as kept ones.
         if again:
             working, gone = working + again - gone, 0
-        if self.shares_heads:  # copies have gradients, those of a hop and their sum, and may be computed again
+        if self.shares_heads:  # gradients of replicated K/V: a hop's and their sum, plus the recomputed copies
             working += activations.exchanged_bytes(spec, kind, precision)
             working += self._replicated(kind) * (3 if recipe.recompute == "full" else 2)
         rings = activations.ring_bytes(spec, kind, precision) if self.in_rings else 0
@@ -151,14 +151,14 @@ class _MicroBatch:
         ]
 
     def encoder(self) -> Moment:
-        """Return the vision encoder at work, before the language model begins or after it is done."""
+        """Return the moment of the vision encoder, before or after the language model."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
         block = self._item("encoder block", vision.vision_block_bytes(spec, recipe, precision))
         kept = self._item("visual tokens", vision.vision_bytes(spec, recipe, precision))
         return Moment(name="vision encoder", items=(*self.held, kept, block, self.state.new_gradients()))
 
     def forwards(self) -> list[Moment]:
-        """Return the moments of a pass without a backward, which lets go of a layer's activations as it leaves it."""
+        """Return the moments of a forward-only pass, which frees the activations of each layer at its end."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
         held = (
             *self.held,
@@ -166,7 +166,7 @@ class _MicroBatch:
             self.state.copies(of_all=True),
         )
         rings = activations.forward_ring_bytes(spec, precision) if self.in_rings else 0
-        copies = 2 * max(map(self._replicated, spec.kinds))  # as they are sent, and as they arrived
+        copies = 2 * max(map(self._replicated, spec.kinds))  # send and receive buffers
         layer = activations.layer_forward_bytes(spec, precision, in_rings=self.in_rings) + copies
         items = (self._item("one layer", layer), self._item("ring buffers", self.copies * rings))
         moments = [Moment(name="forward of a layer", items=(*held, *items))]
@@ -183,13 +183,12 @@ class _MicroBatch:
         return moments
 
     def _kept(self, gone: float = 0.0) -> tuple[MemoryItem, ...]:
-        """Return the activations that autograd keeps of all layers, less those that backward has freed.
+        """Return the activations that autograd keeps for all layers, minus the `gone` bytes that backward has freed.
 
-        Pipeline parallelism does not lower it: the first stage has a share 1/P of the layers and P micro-batches in
-        flight.
+        Pipeline parallelism does not reduce them: the first stage has 1/P of the layers and P micro-batches in flight.
         """
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
-        # Layers that the backward does not reach keep nothing for it.
+        # Layers below the first trained weight keep no activations.
         reached = backward_of(spec, recipe).layers
         kept = sum(
             count
@@ -212,7 +211,7 @@ class _MicroBatch:
         return activations.replicated_bytes(self.state.spec, kind, self.state.precision, self.copies)
 
     def _states(self, reached: float) -> tuple[MemoryItem, ...]:
-        """Return the memory that state layers keep in rings for a pack of one sequence."""
+        """Return the states that state layers keep in rings, for a pack of one sequence."""
         spec, recipe = self.state.spec, self.state.recipe
         found = [
             (count, *activations.state_bytes(spec, kind, precision_of(recipe)))
@@ -221,7 +220,7 @@ class _MicroBatch:
         ]
         if not found or not self.in_rings:
             return ()
-        # Computed again, there are those of the layer at work alone.
+        # Under full recomputation only the current layer has states.
         layers = 1.0 if recipe.recompute == "full" else reached * sum(count for count, _, _ in found)
         _, of_sequence, of_token = found[0]
         tensor = self.state.cut.tensor_parallel

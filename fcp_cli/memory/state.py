@@ -1,6 +1,6 @@
-"""Memory of a rank independent of its tokens: weights, gradients, optimizer state, and buffers of their reduction.
+"""Token-independent memory of a rank: weights, gradients, optimizer state, and reduction buffers.
 
-From stage 2 on, weights are sharded by FSDP2, whose units are the layers and, as its root, all that is no layer.
+From ZeRO stage 2 on, weights are sharded by FSDP2, whose units are the layers and a root with all other parameters.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from fcp_cli.memory.trained import Trained, trained_parameters
 from fcp_cli.models.model import ModelSpec
 from fcp_cli.recipe import Recipe
 
-PEER_BYTES = 0.47e9  # NCCL's channels to one more rank: 1.06 -> 4.34 GB after 7 peers (NVIDIA/nccl issue 1685)
-COMMUNICATOR_BYTES = 0.5e9  # a communicator of all ranks before its first peer
-_COMMUNICATORS = 2  # of the collectives, and of the rings
+PEER_BYTES = 0.47e9  # NCCL's channels per peer: 1.06 -> 4.34 GB after 7 peers (NVIDIA/nccl issue 1685)
+COMMUNICATOR_BYTES = 0.5e9  # a communicator of all ranks, before its first peer connection
+_COMMUNICATORS = 2  # one for collectives, one for rings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Sharding of a model, besides ZeRO's.
+    """Model-parallel sharding, in addition to ZeRO.
 
     Attributes:
-        tensor_parallel, pipeline_parallel: devices of a rank.
-        expert_parallel: ranks over which the experts of a layer are spread, each with whole ones.
+        tensor_parallel, pipeline_parallel: parallel sizes within a rank.
+        expert_parallel: ranks that the experts of a layer are distributed over, whole experts each.
     """
 
     tensor_parallel: int = 1
@@ -44,10 +44,10 @@ WHOLE: Final = Cut()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """The share of a model's state that the fullest device of a rank has.
+    """Model state on the fullest device of a rank.
 
     Attributes:
-        shards: ranks that share one copy of the sharded tensors.
+        shards: ranks that one copy of the sharded tensors is distributed over.
     """
 
     spec: ModelSpec
@@ -62,7 +62,7 @@ class State:
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """Whether gradients are whole on every rank from one micro-batch to the next."""
+        """Whether every rank accumulates unsharded gradients between micro-batches."""
         return self.recipe.zero_stage < 3 or self.recipe.reduce == "step"
 
     @property
@@ -107,29 +107,29 @@ class State:
         return math.ceil(self.spec.num_layers / self.cut.pipeline_parallel)
 
     def _elsewhere(self, experts: int) -> float:
-        """Return how many of the experts' parameters other ranks of expert parallelism have."""
+        """Return the number of expert parameters that are on other expert-parallel ranks."""
         return experts * (1 - 1 / self.cut.expert_parallel)
 
     @property
     def _all_experts(self) -> State:
-        """The same with experts on every rank: ranks that hold the same experts share them out among themselves, so
-        that a share is of all of them.
+        """State without expert parallelism, for shards: ZeRO divides experts by the ranks that hold the same ones, so
+        both divisions together give a 1 / shards share of all experts.
         """
         return replace(self, cut=replace(self.cut, expert_parallel=1))
 
     @property
     def table(self) -> float:
-        """The parameters of an embedding or output table."""
+        """Parameters of an embedding or output table."""
         return self.spec.embedding_parameters / self.cut.tensor_parallel
 
     @property
     def tables(self) -> float:
-        """The parameters of a pipeline stage's embedding and output tables."""
+        """Parameters of a pipeline stage's embedding and output tables."""
         return self.table * (1 if self.spec.tied_embeddings or self.cut.pipeline_parallel > 1 else 2)
 
     @property
     def layer(self) -> float:
-        """The parameters of the largest layer."""
+        """Parameters of the largest layer."""
         layers = [
             self.spec.layer_parameters(kind) - self._elsewhere(self.spec.layer_expert_parameters(kind))
             for kind in self.spec.kinds
@@ -138,7 +138,7 @@ class State:
 
     @property
     def root(self) -> float:
-        """The parameters that belong to no layer: tables, and a vision model's patch embedding and projector."""
+        """Parameters outside layers: tables, vectors, and a vision model's patch embedding and projector."""
         vision = self.spec.vision
         rest = vision.parameters - vision.block_parameters if vision else 0
         rest += self.spec.root_vectors + sum(self.spec.layer_input_parameters)
@@ -146,11 +146,11 @@ class State:
 
     @property
     def computed_weight(self) -> int:
-        """The bytes of a weight as the model computes with it."""
+        """Bytes of a weight in the type that the model computes with."""
         return self.precision.gathered if self.is_sharded else self.precision.weight
 
     def held(self) -> tuple[MemoryItem, ...]:
-        """Return the memory that a rank holds through all micro-batches of a step, after the first."""
+        """Return the persistent memory of a rank from the first micro-batch of a step on."""
         precision, stage = self.precision, self.recipe.zero_stage
         if not self.is_sharded:
             shared_out = self._all_experts.trained / self.shards
@@ -160,7 +160,7 @@ class State:
                 MemoryItem(name="gradients", fixed_bytes=precision.gradient * self.trained),
                 MemoryItem(name="optimizer", fixed_bytes=updated),
             )
-        # The optimizer updates shards in its own precision; frozen weights have the precision of the matrix products.
+        # Trained shards are kept in the optimizer's precision, frozen weights in that of the matrix products.
         whole = self._all_experts
         shards = max(precision.weight, precision.master) * whole.trained
         shards += precision.gathered * (whole.parameters - whole.trained)
@@ -174,18 +174,19 @@ class State:
 
     @property
     def _gathered(self) -> float:
-        # The root stays gathered from forward to backward; of the layers, one computes while the next one arrives.
+        # The root stays gathered from forward to backward; a layer computes while the next one is prefetched.
         return self.parameters if self.recipe.zero_stage == 2 else self.root + 2 * self.layer
 
     def head_gradient(self) -> MemoryItem:
-        """Return the new gradient of the output table while the loss's backward makes it."""
+        """Return the new gradient of the output table during the loss's backward."""
         return MemoryItem(name="new gradients", fixed_bytes=self.computed_weight * self.trained_table)
 
     def new_gradients(self) -> MemoryItem:
-        """Return the new gradients that wait during the backward of a layer.
+        """Return the new gradients that are not yet accumulated during the backward of a layer.
 
-        A replica adds each to the kept ones at once, but a tied table's waits for the embedding's. FSDP2 adds them when
-        a layer's backward ends, the root's with the whole backward; where types are equal, autograd adds at once.
+        Without sharding each is accumulated at once, except a tied table's, which waits for the embedding's. FSDP2
+        accumulates at the end of a layer's backward, and the root at the end of the whole backward. If the types are
+        equal, autograd accumulates at once.
         """
         size = self.computed_weight
         adds_at_once = not self.is_sharded or (self.keeps_whole_gradients and size == self.precision.gradient)
@@ -194,33 +195,34 @@ class State:
                 name="new gradients", fixed_bytes=size * self.trained_table if self.spec.tied_embeddings else 0.0
             )
         matrix = min(self.spec.largest_mlp_matrix_parameters / self.cut.tensor_parallel, self.trained_layer)
-        # Reduced in fp32 at the end of each layer's backward: the last message stays until the next one begins.
+        # Reduced in fp32 at the end of each layer's backward; the buffer is freed when the next reduction begins.
         message = 0.0 if self.keeps_whole_gradients else self.precision.gradient * self.trained_layer
         return MemoryItem(name="new gradients", fixed_bytes=size * (self.trained_table + matrix) + message)
 
     def reduction(self) -> tuple[MemoryItem, ...]:
-        """Return the memory of a rank, and its increase while its largest gradients are reduced."""
+        """Return the persistent memory of a rank plus the buffers while its largest gradients are reduced."""
         precision = self.precision
         if not self.is_sharded:
-            # Large gradients are messages themselves; their share of the sum is new.
+            # Large gradients are reduced in place, without a bucket; only the reduced shard is new.
             shares = self.shards if self.recipe.zero_stage == 1 else 1
             share = self.trained_table / shares if shares > 1 else 0.0
             return (*self.held(), MemoryItem(name="gradient message", fixed_bytes=precision.gradient * share))
-        # The root's are the largest: copied to a message, when FSDP2 has let go of its weights.
+        # The root's gradients are the largest: copied to a buffer once FSDP2 has freed the root's gathered weights.
         message = precision.gradient * self.trained_root
         if self.recipe.zero_stage == 2:
             more = message - precision.gathered * self.root
             more = more if self._tuned is None else max(more, 0.0)
             return (*self.held(), MemoryItem(name="gradient message", fixed_bytes=more))
         if self.keeps_whole_gradients:
-            return self.held()  # each layer's message replaces its gradients, inside the last backward
+            return self.held()  # each layer's buffer replaces its gradients during the last backward
         held = tuple(item for item in self.held() if item.name != "gathered weights")
         new = MemoryItem(name="new gradients", fixed_bytes=self.computed_weight * self.trained_root)
         return (*held, new, MemoryItem(name="gradient message", fixed_bytes=message))
 
     def copies(self, *, of_all: bool) -> MemoryItem:
-        """Return autocast's copies of the weights of linear layers, which it keeps until a forward ends, and autograd
-        until the backward that needs them: of all layers, or of one that is computed again.
+        """Return autocast's weight copies of linear layers, of all layers or of a single recomputed one.
+
+        Autocast keeps them until the end of the forward, and autograd until the backward that uses them.
         """
         spec = self.spec
         products = {kind: spec.layer_linear_parameters(kind) for kind in spec.kinds}
@@ -233,7 +235,7 @@ class State:
 
 
 def communicators(ranks: int, peers: int, *, on_cpu: bool) -> MemoryItem:
-    """Return the buffers of NCCL or HCCL for this rank's peers; gloo's sockets take next to nothing."""
+    """Return the NCCL or HCCL buffers of a rank's peer connections; those of gloo are negligible."""
     if on_cpu or ranks == 1:
         return MemoryItem(name="communicators")
     return MemoryItem(name="communicators", fixed_bytes=_COMMUNICATORS * COMMUNICATOR_BYTES + peers * PEER_BYTES)

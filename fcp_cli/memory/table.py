@@ -1,4 +1,4 @@
-"""The items that a rank holds, at each moment of a step that may need the most."""
+"""Memory items of a rank at each moment of a step that may be its peak."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ RESERVE_FRACTION = 0.08
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryItem:
-    """One thing in memory.
+    """One kind of allocation.
 
     Attributes:
-        fixed_bytes: the fixed bytes that it takes whatever the tokens are.
-        bytes_per_token: the bytes per token of the rank.
-        most_bytes: limit of its bytes for tokens, for work done in chunks of limited size.
+        fixed_bytes: bytes independent of tokens.
+        bytes_per_token: bytes per token of the rank.
+        most_bytes: limit of the token-dependent bytes, for work in chunks of bounded size.
     """
 
     name: str
@@ -35,11 +35,11 @@ class MemoryItem:
 
     @property
     def end_tokens(self) -> float:
-        """Return from how many tokens on it grows no more."""
+        """Number of tokens at which the item stops growing."""
         return self.most_bytes / self.bytes_per_token if self.is_limited else math.inf
 
     def line(self, tokens: float) -> tuple[float, float]:
-        """Return the (fixed bytes, bytes per token) that hold for so many tokens and more."""
+        """Return the (fixed bytes, bytes per token) of the linear segment that begins at or contains `tokens`."""
         if tokens < self.end_tokens:
             return self.fixed_bytes, self.bytes_per_token
         return self.fixed_bytes + self.most_bytes, 0.0
@@ -47,32 +47,32 @@ class MemoryItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """A moment of a step, with everything that is in memory then."""
+    """A moment of a step with all items in memory at that time."""
 
     name: str
     items: tuple[MemoryItem, ...]
 
     @property
     def fixed_bytes(self) -> float:
-        """Return the bytes independent of the tokens, including items at their limit."""
+        """Bytes independent of tokens, counting limited items at their limit."""
         return sum(item.fixed_bytes + (item.most_bytes if item.is_limited else 0.0) for item in self.items)
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes per token that grow without limit."""
+        """Bytes per token of the items without a limit."""
         return sum(item.bytes_per_token for item in self.items if not item.is_limited)
 
     def bytes_at(self, tokens: float) -> float:
         return sum(item.bytes_at(tokens) for item in self.items)
 
     def line(self, tokens: float) -> tuple[float, float]:
-        """Return the (fixed bytes, bytes per token) around so many tokens."""
+        """Return the (fixed bytes, bytes per token) of the linear segment at `tokens`."""
         lines = [item.line(tokens) for item in self.items]
         return sum(fixed for fixed, _ in lines), sum(slope for _, slope in lines)
 
     def limit(self, capacity_bytes: float) -> float:
-        """Return the most tokens that stay within the capacity: negative where nothing fits, infinite for any."""
-        # Items stop growing one after the other; the limit lies where the line of a stretch meets the capacity.
+        """Return the most tokens within the capacity; negative if nothing fits, infinite if any number does."""
+        # Piecewise linear: the limit is where a segment's line reaches the capacity.
         ends = sorted({item.end_tokens for item in self.items} - {math.inf})
         found = math.inf
         for start, end in zip((0.0, *ends), (*ends, math.inf), strict=True):
@@ -86,22 +86,22 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Memory of a rank's fullest device; a step needs the maximum over its moments.
+    """Memory of a rank's fullest device; the peak of a step is the maximum over its moments.
 
     Attributes:
-        moments: the moments of training.
-        forward_moments: those of a forward-only pass, on top of the same model's state.
+        moments: moments of a training step.
+        forward_moments: moments of a forward-only pass with the same model state.
     """
 
     moments: tuple[Moment, ...]
     forward_moments: tuple[Moment, ...] = ()
 
     def in_forward(self) -> RankMemory:
-        """Return its memory if only forward passes run."""
+        """Return the memory of forward-only passes."""
         return RankMemory(moments=self.forward_moments, forward_moments=self.forward_moments)
 
     def without(self, *names: str) -> RankMemory:
-        """Return it without items of these names."""
+        """Return the memory without the named items."""
 
         def left(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
             return tuple(
@@ -113,38 +113,38 @@ class RankMemory:
 
     @property
     def kept_bytes_per_token(self) -> float:
-        """Bytes per token that layers keep for their backward, at the moment that has most of them."""
+        """Most bytes per token that layers keep for their backward, over all moments."""
         names = ("activations", "layer inputs")
         return max(item.bytes_per_token for one in self.moments for item in one.items if item.name in names)
 
     def peak(self, tokens: float) -> Moment:
-        """Return the moment of a step with the most bytes, if the rank's largest micro-batch has so many tokens."""
+        """Return the peak moment of a step whose largest micro-batch has `tokens` tokens on the rank."""
         return max(self.moments, key=lambda moment: moment.bytes_at(tokens))
 
     def total_bytes(self, tokens: float) -> float:
-        """Return the peak of a step whose largest micro-batch gives the rank so many tokens."""
+        """Return the peak bytes of a step whose largest micro-batch has `tokens` tokens on the rank."""
         return self.peak(tokens).bytes_at(tokens)
 
     def items(self, tokens: float) -> dict[str, float]:
-        """Return the bytes of each item at the peak, largest first; they add up to `total_bytes`."""
+        """Return the bytes of each item at the peak, largest first; they sum to `total_bytes`."""
         found: dict[str, float] = {}
         for item in self.peak(tokens).items:
             found[item.name] = found.get(item.name, 0.0) + item.bytes_at(tokens)
         return {name: size for name, size in sorted(found.items(), key=lambda pair: -pair[1]) if size}
 
     def binding(self, capacity_bytes: float) -> Moment:
-        """Return the moment that limits the tokens on a device with so many bytes for the job."""
-        # Where not even the model fits, it is the moment that needs the most without tokens.
+        """Return the moment that limits the tokens on a device with `capacity_bytes` for the job."""
+        # If not even the model fits, all limits are 0, and the moment with most fixed bytes binds.
         return min(self.moments, key=lambda one: (max(0.0, one.limit(capacity_bytes)), -one.bytes_at(0)))
 
     def tokens(self, capacity_bytes: float) -> int:
-        """Return the most tokens that a micro-batch may give the rank; 0 where not even the model fits."""
+        """Return the token budget of the rank, 0 if not even the model fits."""
         return max(0, math.floor(self.binding(capacity_bytes).limit(capacity_bytes)))
 
     def as_profile_memory(self, capacity_bytes: float) -> Memory:
-        """Return the memory block of a cost profile: the line of the moment that limits the tokens, where it does."""
+        """Return the memory block of a cost profile: the binding moment's linear segment at the token budget."""
         moment = self.binding(capacity_bytes)
         fixed, slope = moment.line(self.tokens(capacity_bytes))
-        if not slope:  # a moment without tokens has no room: let tokens have none either
+        if not slope:  # the fixed bytes alone exceed the capacity: any slope yields a budget of 0
             slope = max(one.line(0)[1] for one in self.moments)
         return Memory(bytes_per_token=slope, model_state_bytes=fixed, capacity_bytes=capacity_bytes)

@@ -1,5 +1,6 @@
-"""Trained part of a model, by its figures and by the names of its weights in transformers: number of parameters,
-and the remaining work of a backward.
+"""Trained part of a model under adapters or frozen weights: number of parameters, and work of the backward.
+
+Frozen patterns match the names of the weights in transformers.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from fcp_cli.tuning import ALL_LINEAR, Lora, matches, parse_lora, patterns_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """Parameters that a recipe of adapters or frozen patterns trains.
+    """Numbers of trained parameters under adapters or frozen patterns.
 
     Attributes:
-        total: parameters of the whole model.
-        layer: parameters of the layer of the language model that has most.
-        table: parameters of the largest embedding or output table.
-        root: parameters of all that is no layer of the language model.
-        adapters: the adapters of the total, those added to the model's own.
+        total: trained parameters of the whole model.
+        layer: those of the language model's layer with the most.
+        table: those of the largest embedding or output table.
+        root: those outside the language model's layers.
+        adapters: the part of the total in adapters, which are not among the model's own parameters.
     """
 
     total: int
@@ -35,11 +36,12 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
-    """Passes over the matrices of a model, or of its encoder, besides their forward; each as a share of a forward.
+    """Backward work over the matrices of a model or encoder; each as a share of one forward.
 
     Attributes:
-        inputs: the gradient of a matrix's input: of all matrices behind the first trained weight.
-        weights: the gradient of the matrix itself: of those that are trained.
+        inputs: gradients of matrix inputs, needed above the first trained weight.
+        weights: gradients of trained matrices.
+        adapters: forward of adapters.
     """
 
     inputs: float = 1.0
@@ -47,19 +49,19 @@ class Passes:
     adapters: float = 0.0
 
     def total(self, *, recomputes: bool = False) -> float:
-        """Return the passes in all: 3 where everything is trained; layers without a backward are not recomputed."""
+        """Return forward plus backward work: 3 if all is trained; layers without a backward are not recomputed."""
         again = float(recomputes)
         return 1.0 + self.inputs + self.weights + again * self.inputs + (3.0 + again) * self.adapters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
-    """How much work a backward is, if parts of the model are frozen; by default nothing is.
+    """Work of a backward if parts of the model are frozen; the default is full training.
 
     Attributes:
         layers: share of the language model's layers that the backward reaches.
-        language: its passes over the language model's matrices and the output layer.
-        vision: its passes over the vision encoder and the projector; `inputs` is 0 if no block of them is trained.
+        language: passes over the language model's matrices and the output layer.
+        vision: passes over the vision encoder and the projector; `inputs` is 0 if no encoder block is trained.
     """
 
     layers: float = 1.0
@@ -68,7 +70,7 @@ class Backward:
 
 
 def backward_of(spec: ModelSpec, recipe: Recipe) -> Backward:
-    """Return the layers and matrices of a backward under a recipe; a partly trained layer counts whole."""
+    """Return the backward work under a recipe; a partly trained layer counts as fully trained."""
     vision = Passes(inputs=0.0, weights=0.0) if recipe.freeze_vision or spec.vision is None else Passes()
     if recipe.lora is not None:
         return _backward_of_adapters(spec, parse_lora(recipe.lora), vision)
@@ -78,7 +80,7 @@ def backward_of(spec: ModelSpec, recipe: Recipe) -> Backward:
 
 
 def check_trained(spec: ModelSpec, recipe: Recipe) -> None:
-    """Refuse a recipe that trains nothing of a model."""
+    """Raise UsageError if a recipe trains no parameter of a model."""
     if recipe.freeze_vision and spec.vision is None:
         raise UsageError(f"--freeze-vision: {spec.name} has no vision encoder")
     trained = trained_parameters(spec, recipe)
@@ -93,7 +95,7 @@ def check_trained(spec: ModelSpec, recipe: Recipe) -> None:
 
 
 def trained_parameters(spec: ModelSpec, recipe: Recipe) -> Trained | None:
-    """Count the trained parameters; None: the whole model, or all of it but the vision encoder."""
+    """Return the trained parameters; None without adapters and frozen patterns, even if the encoder is frozen."""
     if recipe.lora is not None:
         return _adapters(spec, parse_lora(recipe.lora), with_vision=not recipe.freeze_vision)
     if recipe.freeze is None:
@@ -106,7 +108,7 @@ def trained_parameters(spec: ModelSpec, recipe: Recipe) -> Trained | None:
 
 
 def _left_to_train(spec: ModelSpec, recipe: Recipe, freeze: str) -> dict[str, int]:
-    """Return the sizes of the weights that patterns leave."""
+    """Return the sizes of the weights that are not frozen, by name."""
     patterns = patterns_of(freeze)
     return {
         name: size
@@ -131,12 +133,12 @@ def _backward_of_adapters(spec: ModelSpec, lora: Lora, vision: Passes) -> Backwa
 
 
 def _backward_of_rest(spec: ModelSpec, sizes: Mapping[str, int]) -> Backward:
-    """Return the layers and matrices of a backward if only these weights are trained."""
+    """Return the backward work if only the weights in `sizes` are trained."""
     table = f"{_layers(spec).removesuffix('layers.')}embed_tokens.weight"
     head = table if spec.tied_embeddings else "lm_head.weight"
     is_reached_whole = table in sizes or any(_is_vision(name, spec) for name in sizes)
     trained = [layer for layer in range(spec.num_layers) if _size_of_layer(spec, sizes, layer)]
-    # A backward ends at the first trained layer; a trained table or encoder lies before all of them.
+    # The backward ends at the first trained layer; a trained table or encoder precedes all layers.
     reached = spec.num_layers - (0 if is_reached_whole else min(trained, default=spec.num_layers))
     is_head_alone = not reached and set(sizes) == {head}
     kinds = spec.layer_kinds
@@ -154,7 +156,7 @@ def _backward_of_rest(spec: ModelSpec, sizes: Mapping[str, int]) -> Backward:
 
 
 def _passes_of_encoder(vision: VisionSpec, sizes: Mapping[str, int]) -> Passes:
-    """Return the passes over an encoder and its projector, which works on merged patches."""
+    """Return the passes over an encoder and its projector, which sees merge_size^2 times fewer inputs."""
     blocks, projector = vision.block_parameters, vision.projector_parameters / vision.merge_size**2
     trains_encoder = _encoder(vision) in sizes
     trained = (blocks if trains_encoder else 0) + (projector if _projector(vision) in sizes else 0)
@@ -162,7 +164,7 @@ def _passes_of_encoder(vision: VisionSpec, sizes: Mapping[str, int]) -> Passes:
 
 
 def _active_weights(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
-    """Count the parameters of the layers' matrices among these weights that a token is multiplied with."""
+    """Return the active parameters per token of the layer matrices in `sizes`."""
     return sum(
         matrix.active_parameters
         for layer, kind in enumerate(spec.layer_kinds)
@@ -194,7 +196,7 @@ def _adapter_parameters(matrices: Mapping[str, tuple[int, int]], lora: Lora) -> 
 
 
 def _vision_projections(vision: VisionSpec) -> dict[str, tuple[int, int]]:
-    """Return the ends of each matrix of a block of the encoder; there are three in a gated MLP, and two in others."""
+    """Return (input size, output size) of each linear layer in an encoder block."""
     h, f, kind = vision.hidden_size, vision.ffn_size, vision.kind
     if kind == "gemma4":
         attention = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (h, h))
@@ -213,10 +215,10 @@ def _vision_projections(vision: VisionSpec) -> dict[str, tuple[int, int]]:
 
 
 def _mergers(vision: VisionSpec) -> dict[str, tuple[int, int]]:
-    """Return the ends of each matrix of the projector, of which there is one more for every deepstack layer."""
+    """Return (input size, output size) of each linear layer in the projector; every deepstack layer has another one."""
     merged, out = vision.hidden_size * vision.merge_size**2, vision.out_hidden_size
     if vision.kind == "siglip":
-        return {}  # its matrix is no linear layer of PyTorch
+        return {}  # its matrix is a bare parameter, not nn.Linear
     if vision.kind == "gemma4":
         return {"embed_vision.embedding_projection": (vision.hidden_size, out)}
     if vision.kind == "internvit":
@@ -226,14 +228,14 @@ def _mergers(vision: VisionSpec) -> dict[str, tuple[int, int]]:
 
 
 def _weights(spec: ModelSpec) -> Iterator[tuple[str, int]]:
-    """Yield name and size of the weights; of a vision encoder as one, and of its projector as one."""
+    """Yield (name, size) of the weights; a vision encoder counts as one weight, and so does its projector."""
     root = _layers(spec).removesuffix("layers.")
     yield f"{root}embed_tokens.weight", spec.embedding_parameters
     for layer, kind in enumerate(spec.layer_kinds):
         matrices = spec.matrices(kind)
         for name, matrix in matrices.items():
             yield _weight(spec, layer, name, matrix), matrix.parameters
-        # A layer's norms and biases go by the name of one of them, since the description counts them together.
+        # The model description only has the sum of a layer's norms and biases, listed here under one of their names.
         vectors = spec.layer_parameters(kind) - sum(matrix.parameters for matrix in matrices.values())
         yield f"{root}layers.{layer}.input_layernorm.weight", vectors
     yield f"{root}norm.weight", spec.root_vectors
@@ -249,7 +251,7 @@ def _weights(spec: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def _weight(spec: ModelSpec, layer: int, name: str, matrix: Matrix) -> str:
-    # Experts are parameters of one module, without one of their own.
+    # transformers stores experts as stacked parameters, without a module (and ".weight") each.
     return f"{_layers(spec)}{layer}.{name}" + ("" if matrix.copies > 1 else ".weight")
 
 
