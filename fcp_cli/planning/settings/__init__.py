@@ -1,1 +1,1 @@
-"""From the options of a command to the settings of a plan: ranks, budget, recipe, pipelines."""
+"""Resolution of command options to the settings of a plan: ranks, token budget, recipe, pipelines."""

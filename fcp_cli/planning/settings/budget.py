@@ -1,4 +1,4 @@
-"""The token budget of a plan's ranks, and the recipe that it is of."""
+"""Token budget of a plan's ranks, and the recipe that it assumes."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from fcp_cli.recipe import LayerRecompute, Recipe, RecipeRequest, check_recipe, 
 from fcp_cli.words import duration
 
 ASSUMED_TOKENS_PER_RANK: Final = 16_384
-# Settings of a recipe that the times of micro-batches depend on: a profile was measured or computed with them.
+# Recipe settings that affect the times of micro-batches, and thus must match the profile's.
 _TIMED: Final = ("precision", "recompute", "loss", "offload", "freeze_vision", "lora", "freeze")
-_FEWEST_READINGS: Final = 2  # of peaks, to determine the bytes of a token
+_FEWEST_READINGS: Final = 2  # memory readings needed to determine the bytes per token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """The tokens that a rank may hold in a micro-batch.
+    """Token budget of a rank, with the settings that it assumes.
 
     Attributes:
-        tokens_per_rank: the token budget before head-room.
-        sync: the sync of the plan.
-        recipe: the recipe that the tokens are of; None if the profile knows none.
-        room: memory under other recipes; None if the model or its device are unknown, and for forward
-            passes, whose recipe is that of their training.
-        cluster: the cluster that the profile was computed for; None if there was a profile.
-        tried: recipes that were compared by their predicted time; 0: the recipe was not chosen by time.
+        tokens_per_rank: token budget before head-room.
+        sync: sync of the plan.
+        recipe: recipe that the budget assumes; None if the profile names none.
+        room: inputs for the budget under other recipes; None if model or device are unknown, and for forward-only
+            plans, whose recipe is that of training.
+        cluster: cluster that the profile was computed for; None if a profile was given.
+        tried: number of recipes compared by predicted time; 0 if the recipe was not chosen by time.
         for_rivals: see `RecipeChoice.for_rivals`.
-        level_tokens: the tokens that a rank holds at each level of recomputation as needed, under a given profile.
+        level_tokens: token budget at each as-needed recomputation level, under a given profile.
     """
 
     tokens_per_rank: int
@@ -55,10 +55,10 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """A model on its ranks, and the settings of its recipe that may change.
+    """A model on its ranks, and the recipe settings that may change.
 
     Attributes:
-        given_tokens: the token budget of `--tokens-per-rank`; no other recipe leaves more as long as it is given.
+        given_tokens: token budget of `--tokens-per-rank`, which caps the budget of every recipe, or None.
     """
 
     spec: ModelSpec
@@ -70,9 +70,9 @@ class Room:
 def choose_fit(
     spec: ModelSpec, request: PlanRequest, place: JobRanks, *, own: CostProfile | None = None
 ) -> FittedRecipe:
-    """Return the recipe of a plan; that of the profile `own` comes first if it leaves room: its times are of that."""
+    """Return the recipe of a plan; the recipe that profile `own` was timed with takes precedence if it fits."""
     is_forward = request.phase == "forward"
-    # Forward passes run under the recipe of their training.
+    # Forward passes use the recipe of training.
     wanted = LEAST_TOKENS if is_forward else request.tokens_per_rank or LEAST_TOKENS
     asked = request.recipe
     if own is not None and own.recipe is not None:
@@ -87,7 +87,7 @@ def choose_fit(
 
 
 def with_timed_settings(asked: RecipeRequest, profile: CostProfile) -> RecipeRequest:
-    """Return the request with the settings of the profile's times."""
+    """Return the request with all timed settings taken from the profile; raise UsageError if it asks for others."""
     assert profile.recipe is not None
     given, timed = asked.given(), {name: getattr(profile.recipe, name) for name in _TIMED}
     if any(given.get(name, timed[name]) != timed[name] for name in _TIMED):
@@ -116,12 +116,13 @@ def computed_budget(
     fit: FittedRecipe,
     reason: str | None = None,
 ) -> Budget:
-    """Return the budget of a plan without a profile.
+    """Return the budget of a plan without a given profile.
 
     Args:
-        spec, request, place: the description, request and place of the plan.
-        assumptions: collects them.
-        reason: why this one; None: it is the first of the fixed order.
+        spec, request, place: model, request and ranks of the plan.
+        assumptions: recorder of assumptions.
+        fit: chosen recipe.
+        reason: reason for the choice; None: it is the first of the fixed order.
     """
     if reason is None:
         reason = f"the first that leaves {fit.wanted_tokens:,} tokens a rank"
@@ -140,10 +141,13 @@ def computed_budget(
 
 
 def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions) -> Budget:
-    """Return the budget of a plan under a cost profile.
+    """Return the budget of a plan under a given cost profile.
 
-    The memory of the plan's own ranks, sync and recipe is computed again if the profile names its recipe,
-    or one is asked for: a profile made for 64 ranks has another share of the model's state than 8 have.
+    If the profile names its recipe or the request does, memory is recomputed for the plan's ranks, sync and recipe,
+    since the share of the model state depends on the number of ranks.
+
+    Raises:
+        UsageError: the profile does not suit the request, or the model does not fit.
     """
     if profile.recompute_levels and ranks.pipeline_parallel > 1:
         raise UsageError(
@@ -186,12 +190,12 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
 
 
 def unfixed_request(asked: RecipeRequest) -> RecipeRequest:
-    """Return a request without the settings that another plan of the same model may choose."""
+    """Return the request reduced to settings that affect training results and precision, leaving the others open."""
     return RecipeRequest.to_train_as(asked, precision=asked.precision)
 
 
 def _on_devices(ranks: JobRanks, profile: CostProfile, *, is_measured: bool = True) -> JobRanks:
-    """Return ranks on the profile's devices, with the bytes of a token if measured: measurements are of training."""
+    """Return the ranks with the profile's device memory and, for training, its measured bytes per token."""
     readings: Any = profile.measurement.get("memory_readings") or ()
     is_measured = is_measured and profile.origin in ("measured", "fitted") and len(readings) >= _FEWEST_READINGS
     return replace(
@@ -203,7 +207,7 @@ def _on_devices(ranks: JobRanks, profile: CostProfile, *, is_measured: bool = Tr
 
 
 def _said(request: PlanRequest, place: JobRanks, fit: FittedRecipe, assumptions: Assumptions, reason: str) -> Budget:
-    """Return the token budget under a recipe, and its assumptions."""
+    """Return the token budget under a recipe, and record its assumptions."""
     chosen = {name for name, value in asdict(fit.recipe).items() if value != request.recipe.given().get(name)}
     if chosen:
         assumptions.assume("recipe", fit.recipe.describe(), reason)
@@ -227,8 +231,8 @@ def _room_text(place: JobRanks, fit: FittedRecipe) -> str:
 
 
 def require_room(spec: ModelSpec, request: PlanRequest, place: JobRanks, fit: FittedRecipe) -> None:
-    """Refuse to assume a token budget for ranks that could not hold one token."""
-    if fit.tokens >= 1 or request.tokens_per_rank is not None:  # one that was given is only warned of
+    """Raise UsageError if ranks cannot hold a single token and no token budget was given."""
+    if fit.tokens >= 1 or request.tokens_per_rank is not None:  # a given budget only causes a warning
         return
     needed = fit.memory.total_bytes(1) / 1e9
     open_ = fitting_recipe(spec, unfixed_request(request.recipe), place)
@@ -246,10 +250,10 @@ def require_room(spec: ModelSpec, request: PlanRequest, place: JobRanks, fit: Fi
 
 
 def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions) -> int:
-    """Return the token budget by the memory block of a profile that does not name its recipe."""
+    """Return the token budget from the memory block of a profile."""
     tokens, memory, heads = request.tokens_per_rank, profile.memory, profile.heads
     if heads is not None and memory.bytes_per_token:
-        # Keys and values that several ranks hold are kept as they were exchanged, once in each direction at least.
+        # Replicated keys and values are kept as exchanged; half of the exchange's bytes are forward.
         most = max(heads.degrees(ranks.sharing), default=1)
         kept = max(0.0, most / heads.key_value_heads - 1.0) * heads.key_value_exchange_bytes_per_token / 2
         memory = replace(memory, bytes_per_token=memory.bytes_per_token + kept)
@@ -270,7 +274,7 @@ def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: JobRanks
 def continued_recipe(
     request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions
 ) -> Recipe | None:
-    """Return the recipe in which other ranks continue a run: the run's, overridden by the request."""
+    """Return the recipe of a continued run: the run's, overridden by the request."""
     planned, asked = metadata.recipe, request.recipe
     if planned is None:
         if asked.given():
@@ -296,7 +300,7 @@ def continued_recipe(
 
 
 def say_what_offloading_costs(budget: Budget, profile: CostProfile, assumptions: Assumptions) -> None:
-    """Describe the bytes that a micro-batch at the full token budget offloads and reloads, if the recipe offloads."""
+    """Record the offloaded bytes and extra time of a micro-batch at the full token budget, if the recipe offloads."""
     recipe, room = budget.recipe, budget.room
     if recipe is None or room is None or recipe.offload != "activations":
         return
@@ -312,7 +316,7 @@ def say_what_offloading_costs(budget: Budget, profile: CostProfile, assumptions:
 
 
 def say_what_is_recomputed(profile: CostProfile, assumptions: Assumptions) -> None:
-    """Describe the levels of recomputation as needed."""
+    """Record the levels of as-needed recomputation as an assumption, if the profile has any."""
     if not profile.priced_levels:
         return
     steps = [f"{level.recompute} up to {level.tokens:,}" for level in profile.priced_levels]
@@ -324,10 +328,12 @@ def say_what_is_recomputed(profile: CostProfile, assumptions: Assumptions) -> No
 
 
 def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
-    """Return the options of `fcp plan` under which its ranks hold a sequence that is too long for them.
+    """Return the `fcp plan` options under which the ranks can hold a sequence that is too long for them now.
 
     Args:
-        budget: the budget of the plan; if it knows no model, only more ranks are sure to help.
+        longest_tokens: tokens of the sequence.
+        budget: budget of the plan; if its model is unknown, only more ranks are sure to help.
+        ranks: number of ranks.
     """
     if budget.room is not None:
         room, wanted = budget.room, -(-longest_tokens // ranks)

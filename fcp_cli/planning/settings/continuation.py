@@ -1,7 +1,7 @@
-"""Plan the remaining steps of a run for another number of ranks.
+"""Global batches of the remaining steps of a run, to be planned for another number of ranks.
 
-The global batches stay exactly as the old plan has them, so that the run continues as if nothing had happened: same
-batches, same steps, same schedule. Only the assignment to ranks changes.
+The global batches of the old plan stay unchanged, so that the run has the same batches, steps and learning-rate
+schedule. Only the assignment to ranks changes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fcp_cli.planning.problem import Batch, Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemainingSteps:
-    """The steps of a plan that are not trained yet.
+    """Untrained steps of a plan.
 
     Attributes:
-        continues: the steps before.
-        offsets: [steps + 1] starts of each step's sequences.
+        continues: the run up to these steps.
+        offsets: [steps + 1] offsets of each step's sequences.
         rows, lengths: manifest row and planned tokens of each sequence.
-        overlong: the plan's treatment of overlong sequences.
+        overlong: policy of the plan for overlong sequences.
     """
 
     continues: Continuation
@@ -39,7 +39,7 @@ class RemainingSteps:
 
 
 def remaining_steps(reader: PlanReader, first_step: int) -> RemainingSteps:
-    """Read a plan's steps from `first_step` on, and the sequences of that epoch before them."""
+    """Read a plan's steps from `first_step` on, and the rows trained earlier in that epoch."""
     metadata = reader.metadata
     trained = _trained_before(reader, first_step)
     steps = list(reader.steps(first_step))
@@ -58,12 +58,12 @@ def remaining_steps(reader: PlanReader, first_step: int) -> RemainingSteps:
 
 
 def _trained_before(reader: PlanReader, first_step: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    """Return [manifest rows] whether the epoch of `first_step` has trained each in the steps before."""
+    """Return [manifest rows] whether a row was trained earlier in the epoch of `first_step`."""
     metadata = reader.metadata
-    # A batch never crosses an epoch, and each epoch has all rows anew: only this one's steps count.
+    # Batches never span epochs and each epoch has all rows, so only steps of this epoch count.
     epoch_start = first_step - first_step % max(metadata.steps_per_epoch, 1)
     trained = np.zeros(metadata.manifest.rows, dtype=np.bool_)
-    # The first steps of this epoch are not in this plan, but in the run that it continues.
+    # If this plan continues a run, the epoch's earlier steps are only in that run.
     if metadata.continues is not None and epoch_start < metadata.first_step:
         trained |= unpack_rows(metadata.continues.trained, metadata.manifest.rows)
     for step in reader.steps(epoch_start):
@@ -74,7 +74,7 @@ def _trained_before(reader: PlanReader, first_step: int) -> np.ndarray[tuple[int
 
 
 def settings_of(metadata: PlanMetadata) -> BatchSettings:
-    """Return how the plan's manifest was cut into global batches."""
+    """Return the batch settings of a plan."""
     return BatchSettings(
         global_batch_size=metadata.global_batch_size,
         seed=metadata.seed,
@@ -90,7 +90,11 @@ def settings_of(metadata: PlanMetadata) -> BatchSettings:
 
 
 class RemainingBatches(GlobalBatches):
-    """The global batches of `remaining`: `batch(0)` is the first that is not trained yet."""
+    """Global batches of `remaining`; `batch(0)` is the first untrained one.
+
+    Raises:
+        OverlongError: the ranks cannot hold the longest remaining sequence.
+    """
 
     def __init__(
         self, table: LengthTable, problem: Problem, settings: BatchSettings, remaining: RemainingSteps
@@ -99,7 +103,7 @@ class RemainingBatches(GlobalBatches):
         self.problem = problem
         self.settings = settings
         self.overlong = remaining.overlong
-        # As planned: overlong ones may have been cut.
+        # Planned lengths, since overlong sequences may have been truncated.
         lengths = table.length_tokens.copy()
         lengths[remaining.rows] = remaining.lengths
         self.table = replace(table, length_tokens=lengths)
@@ -110,19 +114,19 @@ class RemainingBatches(GlobalBatches):
 
     @property
     def rows(self) -> IntArray:
-        """Return [rows] the manifest rows that are left, ascending."""
+        """[rows] remaining manifest rows, ascending."""
         return np.unique(self._remaining.rows)
 
     @property
     def longest_tokens(self) -> int:
-        """Return the most tokens of a sequence that is left."""
+        """Most tokens of a remaining sequence."""
         return int(self._remaining.lengths.max())
 
     def __len__(self) -> int:
         return len(self._remaining.offsets) - 1
 
     def batch(self, step: int) -> Batch:
-        """Make the global batch of one of the steps that are left, counted from 0."""
+        """Return the global batch of a remaining step, counted from 0."""
         members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
         rows = self._remaining.rows[members]
         number = self._remaining.continues.first_step + step
@@ -131,10 +135,10 @@ class RemainingBatches(GlobalBatches):
 
 
 class ChangedMixture(GlobalBatches):
-    """The global batches of a mixture from a step on, after a run by earlier weights; `batch(0)` is the first.
+    """Global batches of a mixture that continues a run with changed weights; `batch(0)` is the first untrained one.
 
     Raises:
-        OverlongError, ManifestError: as of `GlobalBatches`, or no step is left.
+        OverlongError, ManifestError: as in `GlobalBatches`, or no step remains.
     """
 
     def __init__(
@@ -154,12 +158,12 @@ class ChangedMixture(GlobalBatches):
         return super().__len__() - self.first_step
 
     def batch(self, step: int) -> Batch:
-        """Make the global batch of one of the steps that are left, counted from 0."""
+        """Return the global batch of a remaining step, counted from 0."""
         return super().batch(self.first_step + step)
 
 
 def continued_mixture(metadata: PlanMetadata, first_step: int, rows: int) -> Continuation:
-    """Return the run that a changed mixture continues; a mixture keeps no account of rows, which it repeats."""
+    """Return the run that a changed mixture continues; trained rows are not recorded, since a mixture repeats rows."""
     return Continuation(
         plan_hash=metadata.plan_hash,
         num_ranks=metadata.num_ranks,

@@ -1,4 +1,4 @@
-"""Options of a planning problem, as `fcp plan` and `fcp compare` take them (`settings.resolve` completes them)."""
+"""Options of a planning problem, shared by `fcp plan` and `fcp compare`; `settings.resolve` fills in defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fcp_cli.recipe import RecipeRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """The sequences, the cluster and the global batches to plan for; None is found out or assumed."""
+    """Sequences, cluster and global batches to plan for; fields that are None are detected or assumed."""
 
     manifest: Annotated[Path | None, Arg("Lengths: Parquet, Arrow, JSON lines, CSV, numbers; - is stdin.")] = None
 

@@ -1,8 +1,8 @@
-"""Figures of the pipelines' timeline that a cost profile lacks, from model and cluster if known.
+"""Pipeline settings that a cost profile lacks, derived from model and cluster if known.
 
-Forward and backward share a block's seconds as its matrices do; the loss head has their share of the model's matrices
-(22 % of Qwen3-1.7B's, 8 % of Qwen3-8B's). A stage hands on a token's hidden state, which tensor parallelism shares out,
-over the slower of the cluster's links, since Megatron lays stages as far apart as it can.
+Forward and backward split a block's seconds by their matrix products. The loss head gets its share of the model's
+matrix parameters (22 % of Qwen3-1.7B's, 8 % of Qwen3-8B's). A stage sends hidden states, sharded by tensor parallelism,
+over the slower of the profile's links, since Megatron places stages as far apart as it can.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from fcp_cli.recipe import Recipe
 
 
 def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None, *, tokens: int = 0) -> Pipeline | None:
-    """Return the pipeline of each rank; None if a rank has no stages.
+    """Return the pipeline of a rank, or None without pipeline parallelism.
 
     Args:
-        profile: gives model, cluster and bandwidths, and the recipe if none is given.
-        ranks: gives stages and virtual stages.
-        recipe: the recipe that is planned for.
-        tokens: the token budget, by which stages recompute as needed.
+        profile: source of model, cluster and bandwidths, and of the recipe if `recipe` is None.
+        ranks: source of stages and virtual stages.
+        recipe: recipe of the plan.
+        tokens: token budget, for as-needed recomputation by stage.
+
+    Raises:
+        UsageError: there are more blocks than layers.
     """
     if ranks.pipeline_parallel == 1:
         return None
@@ -40,7 +43,7 @@ def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None, *,
     recomputes = recipe.recomputes_matrices
     spec = known_model(profile.model)
     if spec is None:
-        # A backward multiplies twice as much as a forward, and repeats it if layers recompute.
+        # A backward has twice the matrix products of a forward, plus a forward if layers recompute.
         unknown = 1 / 4 if recomputes else 1 / 3
         return Pipeline(
             virtual_stages=ranks.virtual_stages, forward_share=1.0 if profile.phase == "forward" else unknown
@@ -68,34 +71,34 @@ def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None, *,
 def _tokens_in_flight(
     spec: ModelSpec, recipe: Recipe, ranks: JobRanks, tokens: int, levels: Sequence[RecomputeLevel]
 ) -> list[float]:
-    """Return [stages] the tokens in flight of full micro-batches, by the share of layers of each stage.
+    """Return [stages] the tokens in flight with full micro-batches, times the stage's share of the layers.
 
-    Stage s of P has 1 / P of the layers, and at most P - s micro-batches in flight. On the last stage they share the
-    room with whole logits, as Megatron's loss makes them.
+    Stage s of P has 1 / P of the layers and at most P - s micro-batches in flight. The last stage also holds all
+    logits, which Megatron's loss materializes.
     """
     stages, precision = ranks.pipeline_parallel, precision_of(recipe)
     held = [tokens * (stages - stage) / stages for stage in range(stages)]
     last = replace(recipe, recompute=levels[-1].recompute)
     kept = sum(count * kept_bytes(spec, kind, last, precision) for kind, count in spec.kinds.items())
     left = 1.0 - plain_loss_bytes(spec, precision) * tokens / (kept * levels[-1].tokens)
-    # No room beside the logits: all layers recompute.
+    # If the logits fill the memory, all layers recompute.
     held[-1] = held[-1] / left if left > 0 else math.inf
     return held
 
 
 def with_recomputation(profile: CostProfile, pipeline: Pipeline | None) -> CostProfile:
-    """Return the profile with what stages recompute in the mean."""
+    """Return the profile with the stages' mean recomputation added to the linear seconds."""
     if pipeline is None or not pipeline.recompute_seconds_per_token:
         return profile
     coefficients = profile.coefficients
-    # `Pipeline.block_seconds` takes the mean off again, and gives each stage its own.
+    # `Pipeline.block_seconds` replaces the mean by each stage's own seconds.
     linear = coefficients.linear_seconds_per_token + pipeline.mean_recompute_seconds
     found = replace(profile, coefficients=replace(coefficients, linear_seconds_per_token=linear))
     return replace(found, text=dump_cost_profile(found))
 
 
 def say_what_stages_recompute(profile: CostProfile, pipeline: Pipeline, assumptions: Assumptions) -> None:
-    """Describe the share of layers that each stage recomputes."""
+    """Record the share of layers that each stage recomputes as an assumption."""
     again = pipeline.recompute_seconds_per_token
     if again:
         shares = [one / profile.recompute_levels[-1].seconds_per_token for one in again]

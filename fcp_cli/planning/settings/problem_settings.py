@@ -1,7 +1,7 @@
-"""Completes what all steps of a plan share: cost profile, ranks, recipe, token budget and sync.
+"""Resolution of the settings that all steps of a plan share: cost profile, ranks, recipe, token budget and sync.
 
-Order: flags (or environment, fcp.yaml), then the folder (`profile.yaml`), then a profile that is
-computed for the model and the cluster that were named, or for the accelerators of this machine.
+Precedence of profiles: flags (or environment, fcp.yaml), then `profile.yaml` in the current folder, then a profile
+computed for the given model and cluster, or for the accelerators of this machine.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ Request = TypeVar("Request", bound=PlanRequest)
 
 
 def with_counted_model(request: Request, assumptions: Assumptions) -> Request:
-    """Return the request with the checkpoint by which its manifest was counted, if it names no model or profile."""
+    """Return the request with the checkpoint whose tokenizer counted its manifest, unless it has a model or profile."""
     if request.model or request.profile or request.manifest is None or FOLDER_PROFILE.is_file():
         return request
-    with suppress(FcpError):  # what reads the manifest itself says what is wrong with it
+    with suppress(FcpError):  # a faulty manifest is reported when it is read for planning
         tokenizer = (manifest_source(request.manifest) or {}).get("tokenizer")
         folder = Path(tokenizer or "bytes")
         folder = folder if folder.is_dir() else folder.parent
-        # "bytes" names no checkpoint: its tokens are bytes.
+        # "bytes" is not a checkpoint but the byte-level tokenizer.
         if tokenizer not in (None, "bytes") and load_model(str(folder)):
             assumptions.assume("--model", folder, f"the checkpoint by which {request.manifest} was counted")
             return replace(request, model=str(folder))
@@ -73,11 +73,11 @@ def with_counted_model(request: Request, assumptions: Assumptions) -> Request:
 def resolve_problem(
     request: PlanRequest, assumptions: Assumptions, *, most_peers: int | None = None, data: RecipeData | None = None
 ) -> tuple[Problem, Budget]:
-    """Complete the settings that all steps of a plan share: ranks, recipe, token budget, sync, profile.
+    """Resolve the settings that all steps of a plan share: ranks, recipe, token budget, sync, profile.
 
     Args:
         request, assumptions, most_peers: see `resolve`.
-        data: the data whose steps recipes are compared on; None: the first of a fixed order that leaves room enough.
+        data: data for the recipe search; None: use the first recipe of the fixed order that fits.
     """
     profile = _profile_at_hand(request, assumptions)
     if profile is None:
@@ -96,7 +96,7 @@ def resolve_problem(
 def problem_from(
     request: PlanRequest, profile: CostProfile, ranks: JobRanks, budget: Budget, assumptions: Assumptions
 ) -> Problem:
-    """Return the problem of a plan whose profile, ranks and budget are known."""
+    """Return the problem of a plan with resolved profile, ranks and budget."""
     profile = _in_phase(request, profile)
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
     tokens = whole_budget_of(with_headroom(budget.tokens_per_rank, request.headroom), padding, assumptions)
@@ -118,7 +118,7 @@ def problem_from(
 
 
 def split_attention(request: PlanRequest, profile: CostProfile) -> SplitAttention | None:
-    """Return how groups may split heads under this profile; None if they are rings."""
+    """Return the attention split of groups under a profile; None for pure rings."""
     if request.attention == "ring" or (request.attention == "auto" and profile.heads is None):
         return None
     if profile.heads is None:
@@ -131,7 +131,7 @@ def split_attention(request: PlanRequest, profile: CostProfile) -> SplitAttentio
 
 
 def _in_phase(request: PlanRequest, profile: CostProfile) -> CostProfile:
-    """Return the profile of the passes that are planned."""
+    """Return the profile for the request's phase; raise UsageError if a forward profile is used for training."""
     if request.phase == "forward":
         return forward_profile(profile)
     if profile.phase == "forward":
@@ -143,7 +143,7 @@ def _in_phase(request: PlanRequest, profile: CostProfile) -> CostProfile:
 
 
 def _profile_at_hand(request: PlanRequest, assumptions: Assumptions) -> CostProfile | None:
-    """Return the named profile, else a profile in this folder of the named model and cluster, else None."""
+    """Return the given profile, else the current folder's if it matches the request, else None."""
     path = request.profile
     if path is None and not FOLDER_PROFILE.is_file():
         return None
@@ -173,11 +173,11 @@ def computed_basis(
     most_peers: int | None = None,
     data: RecipeData | None = None,
 ) -> tuple[CostProfile, JobRanks, Budget]:
-    """Compute a profile for a model and a cluster from their figures, for ranks there and the recipe of the plan.
+    """Return an analytic profile for the request's model and cluster, with the plan's ranks and budget.
 
     Args:
         request, assumptions, most_peers, data: see `resolve_problem`.
-        cluster: replaces the request's cluster.
+        cluster: overrides the request's cluster.
     """
     spec = load_model(request.model or DEFAULT_MODEL)
     if request.model is None:
@@ -187,12 +187,12 @@ def computed_basis(
     require_pipelines(request, pipeline_parallel)
     ranks = replace(ranks_on(request, cluster, tensor_parallel, pipeline_parallel, assumptions), most_peers=most_peers)
     ranks = ranks.that_share(request.attention, prices_heads=bool(cluster.message_seconds))
-    if cluster.is_host:  # whose cores share one memory, however many ranks run on them
+    if cluster.is_host:  # ranks share the host's memory
         cluster = replace(cluster, memory_bytes=cluster.memory_bytes * cluster.num_devices / ranks.num_ranks)
     capacity = cluster.memory_bytes * (1 - RESERVE_FRACTION)
     ranks = replace(ranks, capacity_bytes=capacity, on_cpu=cluster.is_host)
     is_forward = request.phase == "forward"
-    # Forward passes run under the recipe of their training.
+    # Forward passes use the recipe of training.
     searched = replace(request, phase="training", tokens_per_rank=None) if is_forward else request
     basis = _Basis(request=searched, spec=spec, cluster=cluster, ranks=ranks)
     fit = choose_fit(spec, request, ranks)
@@ -213,7 +213,7 @@ def computed_basis(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Basis:
-    """A model on ranks of a cluster, before the recipe is chosen."""
+    """Inputs of the recipe search: request, model, cluster and ranks."""
 
     request: PlanRequest
     spec: ModelSpec
@@ -221,7 +221,7 @@ class _Basis:
     ranks: JobRanks
 
     def profile(self, fit: FittedRecipe) -> CostProfile:
-        """Compute the cost profile of a recipe."""
+        """Return the analytic cost profile of a recipe."""
         if fit.level_tokens:
             return as_needed_profile(fit.recipe, fit.level_tokens, lambda one: self._profile(one, fit))
         return self._profile(fit.recipe, fit)
@@ -238,21 +238,21 @@ class _Basis:
         )
 
     def quickest(self, usual: FittedRecipe, data: RecipeData) -> RecipeChoice | None:
-        """Return the quickest recipe that the request allows; None if there is no choice.
+        """Return the fastest recipe that the request allows, or None with fewer than two candidates.
 
         Args:
-            usual: recipe of the fixed order.
-            data: steps to compare on.
+            usual: first recipe of the fixed order that fits.
+            data: lengths to hold, and steps to compare on.
         """
         fits = all_fits(self.spec, self.request.recipe, self.ranks, sync=self.request.sync)
-        if self.cluster.links_per_node is None:  # gathering weights has no price: as much of it as usual
+        if self.cluster.links_per_node is None:  # gathers are not priced here, so keep the usual sharding
             gathering = attrgetter("sync", "recipe.zero_stage", "recipe.shard_ranks", "recipe.reduce")
             fits = [fit for fit in fits if gathering(fit) == gathering(usual)]
         if not data.as_needed:
             fits = [fit for fit in fits if not fit.level_tokens]
         candidates = []
         for fit in fits:
-            with suppress(FcpError):  # no room for this padding, these stages
+            with suppress(FcpError):  # skip recipes that do not fit the padding or the stages
                 if fit.tokens >= (self.request.tokens_per_rank or 1):
                     candidates.append(RecipeCandidate(fit=fit, problem=self._problem(fit)))
         return quickest_recipe(candidates, usual, data)
@@ -260,13 +260,13 @@ class _Basis:
     def _problem(self, fit: FittedRecipe) -> Problem:
         tokens = self.request.tokens_per_rank or fit.tokens
         budget = Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
-        # Ranks of other speeds slow all recipes alike, and take several times as long to plan for.
+        # Ignored for speed: rank speeds slow all recipes alike, but take several times as long to plan for.
         alike = replace(self.request, rank_speeds=None)
         return problem_from(alike, self.profile(fit), self.ranks, budget, Assumptions())
 
 
 def _cluster_to_plan_for(request: PlanRequest, assumptions: Assumptions) -> ClusterSpec:
-    """Return the cluster that was named, else the accelerators of this machine, else the example."""
+    """Return the requested cluster, else this machine's accelerators, else the example."""
     if request.cluster is not None:
         return load_cluster(request.cluster)
     found = find_accelerators()
@@ -281,14 +281,14 @@ def _cluster_to_plan_for(request: PlanRequest, assumptions: Assumptions) -> Clus
 
 
 def with_headroom(tokens: int, headroom: float) -> int:
-    """Return a token budget with a fraction of it left free."""
+    """Return the token budget reduced by a fraction `headroom`, at least 1."""
     if not 0 <= headroom < 1:
         raise UsageError(f"--headroom is {headroom}; it must be a fraction from 0 to below 1")
     return max(1, math.floor(tokens * (1.0 - headroom)))
 
 
 def whole_budget_of(tokens: int, padding: int | None, assumptions: Assumptions) -> int:
-    """Return the token budget, or the part of it that padded sequences can fill."""
+    """Return the token budget rounded down to the padding multiple; raise UsageError if that is 0."""
     whole = whole_budget(tokens, padding)
     if not whole:
         raise UsageError(f"a rank may hold {counted(tokens, 'token')}, but sequences are padded to {padding} on it")

@@ -1,4 +1,4 @@
-"""Reads the speeds of ranks: a list, words like `12=0.7`, or a file of either."""
+"""Parsing of rank speeds: a list, assignments such as `12=0.7`, or a file of either."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ GivenSpeeds: TypeAlias = str | Sequence[float] | Mapping[Any, float]
 
 
 def read_rank_speeds(given: GivenSpeeds, *, num_ranks: int, ranks_per_node: int) -> Speeds | None:
-    """Return [num_ranks] the speeds of ranks against the cost profile; None if all are 1.
+    """Return [num_ranks] the rank speeds relative to the cost profile, or None if all are 1.
 
     Args:
-        given: one speed per rank; or speeds by rank (`12`), ranks (`16-23`) or node (`node3`), all others being 1; or
-            either as words with commas between; or the name of a YAML or JSON file of either.
-        num_ranks, ranks_per_node: how many the job has.
+        given: a list of one speed per rank, or a mapping from rank (`12`), rank range (`16-23`) or node (`node3`) to
+            speed, with 1 for all others. Either may be comma-separated text or the name of a YAML or JSON file.
+        num_ranks, ranks_per_node: of the job.
+
+    Raises:
+        UsageError: the speeds are malformed, out of range, or name ranks that the job does not have.
     """
     where = "--rank-speeds"
     if isinstance(given, str):
@@ -48,7 +51,7 @@ def read_rank_speeds(given: GivenSpeeds, *, num_ranks: int, ranks_per_node: int)
 
 
 def requested_speeds(request: PlanRequest, num_ranks: int, ranks_per_node: int) -> Speeds | None:
-    """Return the speeds of ranks that are asked for; None if all are as the profile says."""
+    """Return [ranks] the speeds of `--rank-speeds`, or None if all are 1."""
     if request.rank_speeds is None:
         return None
     for flag, given in (("balance", request.encoder_balance != "ring"), ("ranks", request.encoder_ranks is not None)):
@@ -65,7 +68,7 @@ def speeds_of_run(
     ranks_per_node: int,
     assumptions: Assumptions,
 ) -> Speeds | None:
-    """Return the speeds of the ranks that continue a run: as given, or the run's own if they are as many."""
+    """Return the rank speeds of a continued run: as given, else the run's if the number of ranks is unchanged."""
     if request.rank_speeds is not None:
         return requested_speeds(request, num_ranks, ranks_per_node)
     before = metadata.speeds_at(step)
@@ -76,7 +79,7 @@ def speeds_of_run(
 
 
 def speeds_words(given: GivenSpeeds | None) -> str | None:
-    """Return speeds as the words of `--rank-speeds`."""
+    """Return speeds as the argument of `--rank-speeds`."""
     if given is None or isinstance(given, str):
         return given
     if isinstance(given, Mapping):
@@ -85,11 +88,11 @@ def speeds_words(given: GivenSpeeds | None) -> str | None:
 
 
 def _spoken(text: str, where: str) -> tuple[Any, str]:
-    """Return the value of words or of a file, and its place."""
+    """Return the parsed value of text or of the file that it names, and its location for messages."""
     words = [word.strip() for word in text.split(",")]
     if all("=" in word for word in words):
         return dict(word.split("=", 1) for word in words), where
-    # One number is the list of a single rank; any other word names a file.
+    # A single number is the list of a job with one rank; any other single word names a file.
     if len(words) > 1 or _is_number(text):
         return words, where
     document = parse_yaml(read_text(Path(text), error=UsageError, label=f"{where}: "), name=text, error=UsageError)

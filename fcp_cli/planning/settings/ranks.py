@@ -1,4 +1,4 @@
-"""The ranks of a plan: how many, how many on a node, and how many devices each has."""
+"""Ranks of a plan: their number, ranks per node, and devices per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fcp_cli.validation import shown
 
 
 def ranks_under(profile: CostProfile, request: PlanRequest, assumptions: Assumptions) -> JobRanks:
-    """Return the ranks of a plan under a profile that names their devices and nodes."""
+    """Return the ranks of a plan under a given profile, whose devices and cluster are the defaults."""
     tensor_parallel, pipeline_parallel = devices_of_rank(
         profile, request.tensor_parallel, request.pipeline_parallel, assumptions
     )
@@ -29,7 +29,7 @@ def ranks_under(profile: CostProfile, request: PlanRequest, assumptions: Assumpt
 
 
 def require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
-    """Refuse virtual stages without a pipeline, or if ranks may run unequal numbers of micro-batches."""
+    """Raise UsageError for virtual stages without a pipeline, or if ranks may run unequal numbers of micro-batches."""
     if request.virtual_stages == 1:
         return
     if pipeline_parallel == 1:
@@ -46,9 +46,9 @@ def require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
 def devices_of_rank(
     profile: CostProfile, tensor_parallel: int | None, pipeline_parallel: int | None, assumptions: Assumptions
 ) -> tuple[int, int]:
-    """Return the tensor- and pipeline-parallel devices of a rank: as given, else as the cost profile has them."""
+    """Return (tensor-parallel size, pipeline-parallel size) of a rank: as given, else the cost profile's."""
     given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
-    # A block of notes in the file: what is no number there says nothing.
+    # The block `measurement` is free-form, so entries that are not integers are ignored.
     known = {name: value for name in given if isinstance(value := profile.measurement.get(name), int)}
     for name, value in known.items():
         if not 1 <= value <= MOST_RANKS:
@@ -88,10 +88,10 @@ def ranks_on(
     pipeline_parallel: int,
     assumptions: Assumptions,
 ) -> JobRanks:
-    """Return the ranks of the job, and of a node; without a cluster, both were given.
+    """Return the ranks of the job; if `cluster` is None, the request must have ranks and ranks per node.
 
-    As Megatron orders its processes, those of a rank's tensor parallelism are neighbours, and a pipeline's stages lie
-    all ranks apart: the ring of a stage has as many ranks on a node as there are tensor-parallel groups on it.
+    In Megatron's process order, tensor-parallel processes are adjacent and pipeline stages are furthest apart. The ring
+    of a stage thus has as many ranks per node as the node has tensor-parallel groups.
     """
     ranks = request.ranks
     if ranks is None:
@@ -120,7 +120,7 @@ def ranks_on(
 
 
 def _cluster(profile: CostProfile, request: PlanRequest) -> ClusterSpec:
-    """Return the cluster that the profile names, or the example if its shape cannot be known."""
+    """Return the profile's cluster, or the example if it is unknown; raise UsageError if ranks are not given either."""
     try:
         return load_cluster(profile.cluster)
     except ProfileError:

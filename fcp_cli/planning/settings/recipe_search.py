@@ -1,9 +1,9 @@
-"""Chooses the recipe whose steps take the least predicted time, on a sample of the steps of a plan.
+"""Search for the recipe with the least predicted time on a sample of the plan's steps.
 
-Every recipe that fits has a proven lower bound of the sampled steps; by rising bound, recipes are planned in draft
-until the next bound is no less than the quickest draft. Only the quickest drafts are planned as the plan will be.
-Offloading activations must gain 1 %. The search counts its work and reads no clock, so that the same data, seed and
-profile give the same recipe on every machine.
+Every recipe that fits has a proven lower bound of the sampled steps. Recipes are planned in draft by ascending bound
+until the next bound is no less than the fastest draft, and only the fastest drafts are planned in full. Offloading
+activations must gain 1 %. The search limits its work by counts, not by time, so that the same data, seed and profile
+give the same recipe on every machine.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ from fcp_cli.planning.fcp.solver import is_compiled, solver_of
 from fcp_cli.planning.problem import Problem
 from fcp_cli.words import counted, duration
 
-_MANY_RANKS: Final = 256  # above which, and for pipelines, whose steps take longer to plan, one step is the sample
-_MOST_DRAFTED: Final = 12  # recipes of which the sample is planned in draft
-_FOR_RUNNER_UP: Final = 6  # of these, to find the second-quickest, too
-_MOST_PLANNED: Final = 3  # of these, planned in full: a draft is up to 1.5 % slower than its plan
-_LEAST_GAIN: Final = 0.01  # of offloading, over the quickest recipe without it
-_UNKNOWN_SEQUENCES: Final = 512  # of a step whose lengths are not known yet
+_MANY_RANKS: Final = 256  # with more ranks, or pipelines, planning is slow and the sample is one step
+_MOST_DRAFTED: Final = 12  # limit of drafted recipes
+_FOR_RUNNER_UP: Final = 6  # until so many drafts, the second-fastest is the limit, too, to find a runner-up
+_MOST_PLANNED: Final = 3  # drafts to plan in full, since a draft is up to 1.5 % slower than its plan
+_LEAST_GAIN: Final = 0.01  # least gain of offloading over the fastest recipe without it
+_UNKNOWN_SEQUENCES: Final = 512  # sequences of the synthetic step if lengths are unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeData:
-    """Data on whose steps recipes are compared.
+    """Data that recipes are compared on.
 
     Attributes:
-        table: lengths.
-        settings: the settings of the plan; its step limit does not matter, so that the first steps have the recipe of
-            all.
+        table: sequence lengths.
+        settings: batch settings of the plan; its step limit is ignored, so that a short plan gets the same recipe.
         max_degree: 1 forbids rings; None: no limit.
-        least_tokens: token budget that a recipe must leave, if longer sequences than those of the table may come.
-        as_needed: try recomputation as needed, too; not if lengths come at run time, or if strategies that pack
-            without regard to it are compared.
+        least_tokens: least token budget of a recipe, if sequences may exceed those of the table.
+        as_needed: whether to try as-needed recomputation; False if lengths are only known at run time, or if compared
+            strategies do not account for it.
     """
 
     table: LengthTable
@@ -54,7 +53,7 @@ class RecipeData:
     as_needed: bool = True
 
     def fits_into(self, problem: Problem) -> bool:
-        """Return whether the ranks hold the longest sequence."""
+        """Return whether the ranks can hold the longest sequence."""
         heads, ranks = problem.profile.heads, problem.num_ranks
         if self.max_degree == 1:
             ranks = 1
@@ -64,7 +63,7 @@ class RecipeData:
         return problem.tokens_per_rank >= max(self.least_tokens, -(-longest // ranks))
 
     def sample(self, problem: Problem) -> list[LengthTable]:
-        """Return the sequences of a few steps, evenly spaced over an epoch."""
+        """Return the sequences of a few steps, evenly spaced over an epoch, or of the first if planning is slow."""
         batches = GlobalBatches(self.table, problem, replace(self.settings, step_limit=None))
         is_slow = problem.pipeline is not None or problem.num_ranks > _MANY_RANKS
         few = [] if is_slow else sampled_steps(batches.steps_per_epoch, self.settings.global_batch_size)
@@ -72,9 +71,9 @@ class RecipeData:
 
 
 def unknown_lengths(max_degree: int | None = None) -> RecipeData:
-    """Return sample data for lengths only known at run time: spaced evenly in log from 128 to 32,768 tokens.
+    """Return sample data for lengths only known at run time, log-spaced from 128 to 32,768 tokens.
 
-    Longer ones may come, so that recipes must leave 16,384 tokens a rank.
+    Longer ones may occur, so recipes must have a token budget of at least `LEAST_TOKENS`.
     """
     last = _UNKNOWN_SEQUENCES - 1
     lengths = [round(128 * 256 ** (rank / last)) for rank in range(_UNKNOWN_SEQUENCES)]
@@ -97,14 +96,14 @@ class RecipeCandidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeChoice:
-    """The quickest recipe, and others.
+    """Result of a recipe search.
 
     Attributes:
-        fit: the quickest recipe, or one without offloading that is hardly slower.
-        seconds: predicted mean of a sampled step under it.
-        others: (candidate, seconds) of the other planned ones, quickest first.
-        tried: recipes that were planned or ruled out by their bound.
-        steps: the steps of the sample.
+        fit: fastest recipe, or one without offloading that is less than 1 % slower.
+        seconds: predicted mean seconds of a sampled step.
+        others: (candidate, seconds) of the other drafted or planned ones, fastest first.
+        tried: number of recipes that were planned or pruned by their bound.
+        steps: number of steps of the sample.
     """
 
     fit: FittedRecipe
@@ -115,11 +114,11 @@ class RecipeChoice:
 
     @property
     def for_rivals(self) -> tuple[Problem, ...]:
-        """The problems under the other planned recipes, under which a rival may be quicker."""
+        """Problems under the other recipes, which may be faster for a rival strategy."""
         return tuple(other.problem for other, _seconds in self.others)
 
     def reason(self) -> str:
-        """Return why this recipe, for the line of an assumption: its time, and the second-quickest recipe."""
+        """Return the reason of an assumption: predicted time, and comparison with the runner-up."""
         where = f"{duration(self.seconds)} a step on {counted(self.steps, 'step')}"
         (other, seconds), *_rest = self.others
         second = f"{other.fit.recipe.describe()}, sync {other.fit.sync}, takes {seconds / self.seconds - 1:+.1%}"
@@ -129,11 +128,11 @@ class RecipeChoice:
 def quickest_recipe(
     candidates: Sequence[RecipeCandidate], usual: FittedRecipe, data: RecipeData
 ) -> RecipeChoice | None:
-    """Return the recipe with the least predicted time of the sampled steps; None if there is no choice.
+    """Return the recipe with the least predicted time of the sampled steps, or None with fewer than two candidates.
 
     Args:
-        candidates: recipes that fit, in the fixed order, which decides between equal times.
-        usual: the first recipe of that order that leaves enough tokens; never quicker than the chosen one.
+        candidates: recipes that fit, in the fixed order, which breaks ties.
+        usual: recipe of `fitting_recipe`, which is always planned as well.
         data: lengths to hold, and steps to compare on.
     """
     held = [one for one in candidates if data.fits_into(one.problem)]
@@ -146,8 +145,8 @@ def quickest_recipe(
     drafts: dict[int, float] = {}
     first = [index for index, one in enumerate(held) if one.fit.key == usual.key]
     by_bound = sorted(range(len(held)), key=lambda index: bounds[index])
-    # One of each kind is planned, at any bound: rivals are priced under it, too.
-    # Reversed, so that of each kind the one with the least bound stays.
+    # Plan one of each kind regardless of its bound, since rivals are priced under it, too.
+    # Reversed, so that the dict keeps the one with the least bound.
     anyway = [*first, *{_kind(held[index]): index for index in reversed(by_bound)}.values()]
     for index in [*anyway, *by_bound]:
         if index in drafts:
@@ -163,7 +162,7 @@ def quickest_recipe(
     }
     found = {**drafts, **planned}
     order = sorted(found, key=lambda index: (found[index], index))
-    # The host's memory is another thing that may run out: for less than that, nothing is offloaded.
+    # Offloading risks running out of host memory, so it must gain at least _LEAST_GAIN.
     resident = next((index for index in order if index in planned and index in offloads_nothing), order[0])
     best = resident if found[resident] <= (1.0 + _LEAST_GAIN) * found[order[0]] else order[0]
     order.remove(best)
@@ -177,12 +176,12 @@ def quickest_recipe(
 
 
 def _kind(candidate: RecipeCandidate) -> tuple[str, bool]:
-    """Return the settings of a recipe that only some strategies support: its sync, and recomputation as needed."""
+    """Return the settings that only some strategies support: sync, and whether recomputation is as needed."""
     return candidate.problem.sync, bool(candidate.fit.level_tokens)
 
 
 def _limit(found: Sequence[float]) -> float:
-    """Return the bound from which on no further recipe is drafted: none below it is quicker, or the runner-up."""
+    """Return the lower bound from which a recipe is not worth drafting, given the seconds of the drafts so far."""
     if len(found) >= _MOST_DRAFTED:
         return 0.0
     return math.inf if len(found) < 2 else sorted(found)[1 if len(found) < _FOR_RUNNER_UP else 0]
@@ -191,7 +190,7 @@ def _limit(found: Sequence[float]) -> float:
 def sampled_seconds(
     problem: Problem, sample: Sequence[LengthTable], *, max_degree: int | None = None, is_draft: bool = False
 ) -> float:
-    """Return the predicted mean seconds of steps of these sequences; of a draft, some that are hardly longer."""
+    """Return the predicted mean seconds of the sampled steps; drafts are faster to plan and slightly slower to run."""
     solver = solver_of(problem, max_degree=max_degree)
     assign = solver.draft if is_draft else solver.assign
     batches = [batch_of(each, problem) for each in sample]

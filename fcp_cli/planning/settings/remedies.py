@@ -1,4 +1,4 @@
-"""Remedies that shorten steps more than any plan can: a larger token budget, other recomputation, another sync."""
+"""Changes of settings that make steps faster than planning alone can: token budget, recomputation, sync, ranks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _AS_LONG: Final = 1.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A setting under which the same sequences would take less time.
+    """Settings under which the same sequences would take less time.
 
     Attributes:
-        flags: the flags of `fcp plan`, in addition to the given ones.
-        factor: predicted seconds of fcp under it / of fcp as it was asked for.
-        steps: the steps that this was computed on.
+        flags: `fcp plan` options to add to the given ones.
+        factor: predicted seconds under these settings / predicted seconds as requested.
+        steps: number of steps in the comparison.
     """
 
     flags: str
@@ -46,13 +46,13 @@ class Remedy:
 def best_remedy(
     request: PlanRequest, inputs: PlanInputs, sequences: Sequence[LengthTable]
 ) -> tuple[Remedy | None, int]:
-    """Return the settings that would help most, and how many were tried.
+    """Return the settings with the largest gain, and the number of settings tried.
 
     Args:
-        sequences: a few of its global batches, which are planned again under each setting.
+        sequences: a few global batches, which are replanned under each setting.
 
     Returns:
-        None as remedy if nothing that was tried is quicker by 2 %; 0 tried if nothing could be.
+        (remedy, tried): the remedy is None if no setting is at least 2 % faster.
     """
     if not sequences or inputs.budget is None or not is_compiled(inputs.problem.sync):
         return None, 0
@@ -69,11 +69,11 @@ def best_remedy(
 
 
 def enough_ranks(problem: Problem, sequences: Sequence[LengthTable]) -> int | None:
-    """Return the fewest ranks, by halving, with which steps take as long as now; None if half are too few.
+    """Return the fewest ranks, by halving, whose steps are at most 1 % slower, or None if half are too few.
 
     Args:
-        problem: the problem of the plan; the token budget of its ranks stays.
-        sequences: a few of its global batches.
+        problem: problem of the plan; the token budget per rank is kept.
+        sequences: a few global batches.
     """
     is_plain = problem.pipeline is None and problem.encoder_balance is None and problem.rank_speeds is None
     if not sequences or not is_plain or problem.pipeline_parallel > 1 or not is_compiled(problem.sync):
@@ -93,7 +93,7 @@ def enough_ranks(problem: Problem, sequences: Sequence[LengthTable]) -> int | No
 
 
 def _problems_to_try(request: PlanRequest, inputs: PlanInputs) -> Iterator[Problem]:
-    """Yield the problem under the quickest recipe of all; under a profile, whose times are of its recipe, each sync."""
+    """Yield the problem under the fastest recipe; with a given profile, which fixes the recipe, one for each sync."""
     assert inputs.budget is not None
     open_ = replace(request, tokens_per_rank=None, sync=None, recipe=unfixed_request(request.recipe))
     if inputs.budget.cluster is not None:
@@ -101,14 +101,14 @@ def _problems_to_try(request: PlanRequest, inputs: PlanInputs) -> Iterator[Probl
     else:
         requests = [replace(open_, sync=sync) for sync in get_args(Sync)]
     for changed in requests:
-        with suppress(FcpError):  # it does not fit, or has other times than the profile's
+        with suppress(FcpError):  # skip requests that do not fit or need another profile
             problem = problem_under(changed, inputs)
             if problem != inputs.problem and is_compiled(problem.sync):
                 yield problem
 
 
 def _flags(request: PlanRequest, inputs: PlanInputs, problem: Problem) -> str:
-    """Return the options that lead from a plan's problem to another one."""
+    """Return the options that change a plan's problem to another one."""
     now, then, words = inputs.problem.recipe, problem.recipe, []
     if now is not None and then is not None:
         names = ["zero_stage", "recompute", "offload", *(["reduce"] if then.zero_stage == 3 else [])]
@@ -122,13 +122,13 @@ def _flags(request: PlanRequest, inputs: PlanInputs, problem: Problem) -> str:
 
 
 def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
-    """Return the problem of the same ranks under another request: other recipe, sync or token budget.
+    """Return the problem of the same ranks under a request with another recipe, sync or token budget.
 
-    Without a profile, the recipe is the quickest that the request allows on the plan's own data.
+    Without a given profile, the recipe is the fastest that the request allows on the plan's data.
 
     Args:
-        request: the request with the changes.
-        inputs: the inputs of the plan, which `resolve` made.
+        request: changed request.
+        inputs: inputs of the plan, from `resolve`.
     """
     now, assumptions = inputs.problem, Assumptions()
     known = inputs.budget

@@ -1,4 +1,4 @@
-"""Completes a `PlanRequest` for the remaining steps of a run: unset fields are taken from the run."""
+"""Resolution of a `PlanRequest` for the remaining steps of a run; unset fields default to the run's."""
 
 from __future__ import annotations
 
@@ -33,14 +33,19 @@ from fcp_cli.words import counted
 def resolve_continuation(
     request: PlanRequest, assumptions: Assumptions, *, plan: Path, first_step: int, manifest: Path, length_column: str
 ) -> PlanInputs:
-    """Plan the remaining steps of a run for other ranks; settings that `request` leaves open are the run's.
+    """Return the solver's inputs for the remaining steps of a run; unset fields of `request` default to the run's.
 
     Args:
         request: number of ranks, and other changes; the batches stay those of the run.
-        assumptions: collects them.
-        plan: the plan that the run followed.
-        first_step: the first step that is not trained yet.
-        length_column: its column that was planned.
+        assumptions: recorder of assumptions.
+        plan: plan that the run followed.
+        first_step: first untrained step.
+        manifest: manifest of the run.
+        length_column: column of the manifest with the planned lengths.
+
+    Raises:
+        ManifestError: the manifest is not the run's.
+        UsageError: the request changes a setting that the run must keep.
     """
     reader = PlanReader(plan)
     metadata = reader.metadata
@@ -91,7 +96,7 @@ def resolve_continuation(
 def _table_of_run(
     request: PlanRequest, metadata: PlanMetadata, manifest: Path, length_column: str, first_step: int, plan: Path
 ) -> tuple[LengthTable, Mixture | None]:
-    """Read the run's manifest, or the manifests that it mixes by other weights from its next step on."""
+    """Read the run's manifest, or the manifests of its mixture with changed weights from `first_step` on."""
     if not request.mix:
         return read_manifest(manifest, length_column=length_column), None
     if metadata.mixture is None:

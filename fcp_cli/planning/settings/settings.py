@@ -1,4 +1,4 @@
-"""Completes a `PlanRequest` to all that a solver needs, and records its assumptions for options that were not given."""
+"""Resolution of a `PlanRequest` to the inputs of a solver, with an assumption recorded for each option not given."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ ASSUMED_GLOBAL_BATCH_SIZE = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInputs:
-    """Everything that a solver needs.
+    """Inputs of a solver.
 
     Attributes:
-        remaining: steps of a run that are planned anew, batch by batch.
-        continues: the run that a changed mixture continues.
+        remaining: steps of a run to replan with their batches unchanged, or None.
+        continues: run that a changed mixture continues, or None.
+        budget: token budget and recipe; None for a continued run.
+        data: data for recipe searches; None for a continued run.
     """
 
     table: LengthTable
@@ -73,12 +75,12 @@ def resolve(
     max_degree: int | None = None,
     as_needed: bool = True,
 ) -> PlanInputs:
-    """Complete the request; every assumption is recorded.
+    """Resolve a request, recording every assumption.
 
     Args:
-        assumptions: collects them.
-        most_peers: ring peers that a rank may have, whose connections take memory; None: no limit.
-        max_degree: 1 forbids rings, so that a rank must hold every sequence; None: no limit.
+        assumptions: recorder of assumptions.
+        most_peers: peer limit of a rank, which bounds the memory of its connections; None: no limit.
+        max_degree: 1 forbids rings, so that each sequence must fit one rank; None: no limit.
         as_needed: see `RecipeData.as_needed`.
     """
     table, mixture = _table(request)
@@ -112,7 +114,7 @@ def resolve(
 
 
 def _table(request: PlanRequest) -> tuple[LengthTable, Mixture | None]:
-    """Read the manifest, or the manifests that are mixed."""
+    """Read the manifest, or the manifests of a mixture."""
     if request.mix:
         if request.manifest is not None:
             raise UsageError(
@@ -137,7 +139,7 @@ def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, assumptio
 
 
 def _batching(request: PlanRequest) -> Batching | None:
-    """Return how batches are cut that are not of so many sequences."""
+    """Return the batching rule by tokens, or None for batches by number of sequences."""
     if request.global_batch_tokens is None:
         return None
     if request.global_batch_size is not None:
@@ -150,7 +152,7 @@ def _batching(request: PlanRequest) -> Batching | None:
 
 def _global_batch_size(request: PlanRequest, table: LengthTable, assumptions: Assumptions) -> int:
     rows = len(table)
-    if request.global_batch_tokens is not None:  # about; the plan's metadata records the maximum
+    if request.global_batch_tokens is not None:  # an estimate; the plan's metadata records the actual maximum
         return max(1, round(request.global_batch_tokens / float(table.length_tokens.mean())))
     if (given := request.global_batch_size) is not None:
         if given > rows:
