@@ -1,1 +1,1 @@
-"""Plans and comparisons of whole datasets: step by step, kept, estimated, for a followed job."""
+"""Plans of whole datasets: planning runs and their journals, comparisons, verdicts, refits, and jobs without a plan."""

@@ -1,4 +1,4 @@
-"""Every strategy on the same batches and cost profile: step time, gap, idle time, groups and planning time."""
+"""Comparison of strategies on the same batches and cost profile: step time, gap, idle time, groups, planning time."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One strategy under one sync, over all compared steps.
+    """Result of a strategy under one sync, over all compared steps.
 
     Attributes:
-        options: the options of the strategy, given or tuned by itself.
+        options: options of the strategy, given or tuned by itself.
         step_seconds: mean predicted step time.
         gap: sum of step times / sum of lower bounds - 1.
-        idle_fraction: share of rank-seconds in which ranks wait.
-        distinct_groups: groups of degree > 1 over all steps.
-        over_budget: micro-batches with more tokens than their ranks may hold.
-        setup_seconds: tuning ahead of the first step.
-        planning_seconds: per step, the median, which excludes the first call's compilation.
+        idle_fraction: idle share of rank-seconds.
+        distinct_groups: distinct groups of degree > 1 over all steps.
+        over_budget: number of micro-batches that exceed the token budget of their ranks.
+        setup_seconds: tuning before the first step.
+        planning_seconds: median per step, which excludes compilation in the first call.
     """
 
     sync: Sync
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """One strategy: its outcome per sync, without those in which pipelines would be stuck, or why there is none."""
+    """A strategy with its outcome per sync, skipping those whose pipelines deadlock, or the reason for having none."""
 
     name: str
     outcomes: dict[Sync, Outcome] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Contender:
 
     @property
     def best(self) -> Outcome | None:
-        """The outcome under the quickest sync; of equals, as the recipe's order has it, that of `iteration`."""
+        """Outcome under the fastest sync, or None; on ties `iteration`, as in the fixed order of recipes."""
         return min(self.outcomes.values(), key=lambda outcome: (outcome.step_seconds, outcome.sync), default=None)
 
 
@@ -74,16 +74,16 @@ def compare(
     milp_seconds: float,
     on_step: Callable[[str], None] | None = None,
 ) -> Iterator[Contender]:
-    """Let strategies plan the same steps.
+    """Plan the same steps with each strategy and yield its result.
 
     Args:
-        table: the manifest.
-        problem: ranks, token budget and cost profile; its sync does not matter.
-        settings: how the manifest is cut into batches, `step_limit` included.
-        names: the names of solvers.
-        syncs: each strategy plans for all of them.
+        table: lengths of the manifest.
+        problem: ranks, token budget and cost profile; its sync is ignored.
+        settings: batch settings, including `step_limit`.
+        names: solver names.
+        syncs: syncs to plan for with each strategy.
         milp_seconds: time limit of each of FlexSP's integer programs.
-        on_step: called with the strategy's name after each planned step.
+        on_step: callback with the strategy's name after each planned step.
     """
     for name in names:
         together = [[sync] for sync in syncs] if strategy(name).knows_sync else [syncs]
@@ -95,7 +95,7 @@ def compare(
             batches = GlobalBatches(table, of_name, settings)
             try:
                 outcomes |= _run(name, batches, same, milp_seconds, on_step)
-            except StuckError as error:  # the other sync may do
+            except StuckError as error:  # the other sync may not deadlock
                 refusal = refusal or str(error)
             except (PlanError, PluginError) as error:
                 outcomes, refusal = {}, str(error)
@@ -104,16 +104,16 @@ def compare(
 
 
 def colocated(problem: Problem) -> Problem:
-    """Return the same ranks with encoder and language model on each, shared by the ranks of each ring."""
+    """Return the problem with encoder and language model on all ranks, and images encoded by their own group."""
     return replace(problem, num_ranks=problem.all_ranks, encoder_balance=None, encoder_ranks=None)
 
 
 def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSettings) -> Iterator[Contender]:
-    """Plan the same steps by fcp with the encoder's work placed in other ways; nothing if it stays with the rings.
+    """Yield the results of fcp with the requested encoder placements; nothing if groups encode their own images.
 
     Args:
         table, settings: see `compare`.
-        problem: shares the encoder's work over waves, or sets ranks aside for it.
+        problem: problem with encoder balance over waves, or with encoder-only ranks.
     """
     if problem.encoder_balance is None:
         return
@@ -133,7 +133,7 @@ def _run(
     milp_seconds: float,
     on_step: Callable[[str], None] | None,
 ) -> dict[Sync, Outcome]:
-    """Plan all batches under their sync, which is the first of `syncs`; the others keep the same micro-batches."""
+    """Plan all batches under the first of `syncs`, and price the same micro-batches under each of them."""
     started = time.perf_counter()
     options = {"milp_seconds": milp_seconds} if "milp_seconds" in strategy(name).options else {}
     solver = make_solver(name, batches, **options)
@@ -179,19 +179,19 @@ class _Tally:
         self.over_budget = 0
 
     def add_priced(self, step: PricedStep) -> None:
-        """Add a step of a strategy that prices its own execution, against that execution's bound."""
+        """Add a step of a strategy that prices its own execution, with its own lower bound."""
         self.summary.steps += 1
         self.summary.makespan_seconds += step.seconds
         self.summary.bound_seconds += step.bound_seconds
         self.summary.busy_rank_seconds += step.busy_rank_seconds
 
     def add(self, assignment: Assignment, batch: Batch, runs: Batch) -> None:
-        """Add a step whose sequences run as in `runs`, against the lower bound of the batch itself."""
+        """Add a step that executes `runs`, the possibly padded `batch`, with the lower bound of `batch`."""
         if self._problem.sync == "iteration":
             assignment = replace(assignment, wave=np.full_like(assignment.wave, -1))
         step = assemble(assignment, runs, self._problem, step_bound_seconds(batch, self._problem))
         self.summary.add(step)
-        # Counted from the planned step, not from its strategy's own figures.
+        # Counted from the planned step, not from the strategy's own claims.
         held = held_tokens(step, self._problem.padding_multiple)
         self.over_budget += int((held > step.degrees * self._problem.tokens_per_rank).sum())
         for i in np.flatnonzero(step.degrees > 1).tolist():

@@ -1,4 +1,4 @@
-"""Plan a job that was launched without a plan, from the data and settings of its training loop, while it trains."""
+"""Planner of a job launched without a plan, from the data and settings of its training loop, while it trains."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from fcp_cli.recipe import RecipeRequest
 from fcp_cli.validation import validated
 from fcp_cli.words import counted, duration
 
-_SHOWN_STEPS: Final = 16  # whose prediction is shown
+_SHOWN_STEPS: Final = 16  # steps of the printed prediction
 _AHEAD: Final = 16
-_ENDLESS_EPOCHS: Final = 1_000_000  # of a loop with an unknown number of epochs
-_PATIENCE_SECONDS: Final = 60.0  # for the rest of a plan whose loop has ended early
-_STOPPED_SECONDS: Final = 3.0  # and if somebody stopped it
+_ENDLESS_EPOCHS: Final = 1_000_000  # stand-in for an unknown number of epochs
+_PATIENCE_SECONDS: Final = 60.0  # limit for planning the missing steps at the end of training
+_STOPPED_SECONDS: Final = 3.0  # same if the job was stopped early and waits
 
 
 def planner_of(opening: Message) -> JobPlanner:
-    """Return the planner of the job that an opening message describes."""
+    """Return the planner of the job described by its opening message."""
     facts = opening.facts
     job = validated(facts["job"], JobFacts, where="the job's facts", error=PlanError)
     wish = validated(facts["wish"], PlanningWish, where="the launch", error=PlanError)
@@ -61,16 +61,16 @@ def planner_of(opening: Message) -> JobPlanner:
 
 
 class JobPlanner:
-    """Plans the steps of one job in order, and writes them as a plan when all are planned.
+    """Planner that plans the steps of a job in order and writes the plan once all are planned.
 
-    Next to the plan it writes the manifest of the lengths and the cost profile. Until the plan is whole, a journal
-    keeps its steps, from which a later start of the same job continues.
+    It also writes the manifest of the lengths and the cost profile next to the plan. Until the plan is complete, a
+    journal keeps its steps, so that a restart of the job can continue.
 
     Args:
-        plan: the plan that is to be written.
-        job: facts of the loop.
-        wish: the wish, as typed for the launch.
-        rows: the rows of the training data, in the columns of a manifest.
+        plan: plan file to write.
+        job: facts of the training loop.
+        wish: command-line options of the launch.
+        rows: training data, in the columns of a manifest.
     """
 
     def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> None:
@@ -102,12 +102,12 @@ class JobPlanner:
 
     @property
     def metadata(self) -> PlanMetadata:
-        """Return the metadata of the plan, before totals and hash, with the refit so far."""
+        """Metadata of the plan with the refit so far, without totals and hash."""
         return self._journal.metadata
 
     @property
     def wants_measurements(self) -> bool:
-        """Return whether the times that are planned with are to be fitted to the first minute of training."""
+        """Whether the profile is still to be refitted to the first minute of training."""
         return self._measures and not self.metadata.refits
 
     def opened(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class JobPlanner:
         return {"kind": "closed", "plan_hash": self.close(facts["end_step"], is_stopped=facts["is_stopped"])}, b""
 
     def plan(self, first_step: int, steps: int) -> list[StepPlan]:
-        """Return so many steps, fewer at the end of the plan; those before `first_step` are planned as well."""
+        """Return `steps` steps from `first_step` on, fewer at the end of the plan, planning all steps before them."""
         for _ in islice(self._steps, max(0, first_step - self._due)):
             self._due += 1
         found = list(islice(self._steps, steps))
@@ -135,13 +135,13 @@ class JobPlanner:
         return found
 
     def refit(self, measured: pa.Table) -> str:
-        """Plan the next steps by times that are fitted to measured micro-batches.
+        """Refit the profile to measured micro-batches, for all steps planned from now on.
 
         Args:
             measured: columns step, order, rank and seconds of micro-batches.
 
         Returns:
-            A line about it.
+            A line that describes the refit.
         """
         found, line = self._refitter.refit(self._due, measured, None)
         if found is not None and self._due < len(self._batches):
@@ -149,7 +149,7 @@ class JobPlanner:
         return f"step {self._due}: {line}"
 
     def _price_as_of(self, step: int) -> None:
-        """Plan from a step on by the refit that holds there."""
+        """Switch problem and solver to the refit that applies at a step."""
         refit = self.metadata.refit_at(step)
         if refit is not self._priced_by:
             problem = problem_of(self.metadata, name="the job", step=step)
@@ -158,13 +158,13 @@ class JobPlanner:
             self._priced_by = refit
 
     def close(self, end_step: int, *, is_stopped: bool = False) -> str | None:
-        """Write the plan; return its hash, or None if too many steps are not planned yet.
+        """Write the plan and return its hash, or None if too many steps are not planned yet.
 
-        The plan of a loop whose epochs were not known has those that the loop began.
+        If the number of epochs was unknown, the plan has the epochs that the loop began.
 
         Args:
-            end_step: the end step after the last that was trained.
-            is_stopped: the loop was ended early, and its job waits for this.
+            end_step: one more than the last trained step.
+            is_stopped: whether the loop was stopped early and its job waits for the plan.
         """
         steps, metadata = len(self._batches), self.metadata
         if self._job.epochs is None:
@@ -209,7 +209,7 @@ class JobPlanner:
             yield step
 
     def _show(self, step: StepPlan) -> None:
-        """Print the prediction once enough steps are planned for one."""
+        """Print the prediction once enough steps are planned."""
         if step.step >= _SHOWN_STEPS:
             return
         self._shown.append(step)
@@ -221,7 +221,7 @@ class JobPlanner:
 
 
 def _gain_of_another_recipe(request: PlanRequest, inputs: PlanInputs) -> str:
-    """Return the settings with which the script's steps would be quicker, or nothing."""
+    """Return a line about settings under which the script's steps would be faster, or ""."""
     sample = [] if inputs.data is None else inputs.data.sample(inputs.problem)
     remedy, _tried = best_remedy(request, inputs, sample)
     if remedy is None:
@@ -230,7 +230,7 @@ def _gain_of_another_recipe(request: PlanRequest, inputs: PlanInputs) -> str:
 
 
 def _write_manifest(path: Path, rows: pa.Table) -> None:
-    """Write the rows as a manifest; masks that a model makes of its token types are in the column of masks."""
+    """Write the rows as a manifest; a mask column, if any, holds masks derived from token types."""
     header: dict[str, Any] = {"format": MANIFEST_FORMAT}
     if MASK_COLUMN in rows.column_names:
         header["source"] = {"path": "", "kind": "loop", "content": "lengths", "mask": "types:token_type_ids"}
@@ -254,7 +254,7 @@ def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> P
         ranks=job.ranks,
         ranks_per_node=job.ranks_per_node,
         sync=job.sync,
-        # A script's loop offloads nothing, and reduces gradients as it goes.
+        # The script's own loop does not offload, and reduces gradients in every backward.
         recipe=RecipeRequest(**{"offload": "none", "reduce": "wave", **job.recipe})
         if wish.profile is None
         else RecipeRequest(),
@@ -268,13 +268,13 @@ def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> P
 
 
 def _with_times(request: PlanRequest, inputs: PlanInputs, before: Path | None) -> tuple[PlanInputs, bool, str]:
-    """Return the inputs under the times by which the job plans.
+    """Return the inputs with the profile that the job plans with.
 
     Args:
-        before: profile by which an earlier start of this job planned; None: it starts for the first time.
+        before: profile of an earlier start of this job, or None on its first start.
 
     Returns:
-        The inputs, whether their times are to be fitted to the first minute, and a phrase about the times.
+        (inputs, whether to refit to the first minute of training, phrase about the profile for messages).
     """
     profile = inputs.problem.profile
     if profile.origin != "analytic" or request.model is None:
@@ -287,7 +287,7 @@ def _with_times(request: PlanRequest, inputs: PlanInputs, before: Path | None) -
 
 
 def _described(config: Path) -> str:
-    """Return the name under which the loop's own model is planned for."""
+    """Return the loop's model configuration as a model argument; raise ProfileError if it cannot be described."""
     from fcp_cli.models.model import load_model
 
     try:
@@ -301,7 +301,7 @@ def _described(config: Path) -> str:
 
 
 def _require_encoder(inputs: PlanInputs) -> None:
-    """Refuse to plan pictures by the times of a text-only model."""
+    """Raise ProfileError if the data have images but the profile does not price a vision encoder."""
     patches, profile = inputs.table.vision_patches, inputs.problem.profile
     if patches is not None and not profile.prices_vision:
         raise ProfileError(

@@ -1,7 +1,7 @@
-"""Keep the finished steps of a long plan next to it until it is whole, so that `--resume` can continue it.
+"""Journal of the finished steps of a plan in progress, from which `--resume` continues.
 
-A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.steps`, ...: each
-appears whole or not at all, with a digest, so the folder holds a true prefix of the plan after a crash.
+A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.steps`, ... Each
+part is written atomically with a digest, so that after a crash the folder holds a valid prefix of the plan.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROWS_PER_PART = 8_192
 
 
 def is_begun(plan: Path) -> bool:
-    """Return whether a plan is being made, or was when somebody ended that."""
+    """Return whether a plan is in progress or was interrupted."""
     return (_folder(plan) / "key").is_file()
 
 
@@ -41,20 +41,20 @@ def _folder(plan: Path) -> Path:
 
 
 class Journal:
-    """The journal of one plan.
+    """Journal of one plan.
 
     Args:
-        path: the plan that is being made.
-        metadata: the metadata of the plan, before totals and hash.
+        path: plan file in progress.
+        metadata: metadata of the plan, without totals and hash.
 
     Attributes:
-        metadata: the metadata, as given, with the refit that was noted.
+        metadata: the given metadata, plus the recorded refit.
     """
 
     def __init__(self, path: Path, metadata: PlanMetadata) -> None:
         self._path = path
         self.folder = _folder(path)
-        asked = replace(metadata, refits=None)  # which come while a job trains
+        asked = replace(metadata, refits=None)  # refits only arise during training
         self._key = f"{_FORMAT} {hashlib.sha256(asked.hashed_json()).hexdigest()}"
         self.metadata = metadata
         self._due = metadata.first_step
@@ -68,14 +68,14 @@ class Journal:
 
     @property
     def steps_kept(self) -> bool:
-        """Return whether an interrupted plan would find steps to continue from.
+        """Whether the journal has steps to resume from.
 
-        Asked of the disk: Ctrl-C may come when a part is there and not yet counted.
+        Checks the disk, since Ctrl-C may arrive between writing a part and counting it.
         """
         return self._part(0).exists()
 
     def start(self) -> None:
-        """Begin an empty journal; an older one is removed."""
+        """Start an empty journal, removing an older one."""
         self.remove()
         try:
             self.folder.mkdir(parents=True)
@@ -84,7 +84,11 @@ class Journal:
         write_text_atomically(self.folder / "key", self._key)
 
     def resume(self) -> Iterator[StepPlan]:
-        """Read the steps kept by an interrupted run of the same plan; new ones are appended to the same journal."""
+        """Return the steps of an interrupted run of the same plan; later `append` calls extend the same journal.
+
+        Raises:
+            FcpError: there is no journal, or it belongs to another plan; while iterating, a part is damaged.
+        """
         if not self.exists:
             raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume")
         if read_text(self.folder / "key", error=FcpError, label="the journal ") != self._key:
@@ -95,19 +99,19 @@ class Journal:
         return self._kept_steps()
 
     def note_refit(self, refit: ScheduledRefit) -> None:
-        """Keep the refit by which steps from now on are planned, before any of them."""
+        """Record the refit of the following steps, before any of them is planned."""
         self.metadata = replace(self.metadata, refits=(refit,))
         write_text_atomically(self.folder / _REFIT, json.dumps(asdict(refit)))
 
     def read_refit(self) -> None:
-        """Take the refit of an interrupted run into the metadata, if it made one."""
+        """Load the refit of an interrupted run, if any, into the metadata."""
         path = self.folder / _REFIT
         if path.is_file():
             kept = validated(read_object(path, error=FcpError), ScheduledRefit, where=str(path), error=FcpError)
             self.metadata = replace(self.metadata, refits=(kept,))
 
     def all_steps(self) -> Iterator[StepPlan]:
-        """Yield all steps from the first, those in parts and those that fill none yet."""
+        """Yield all steps from the first on: those written to parts, then pending ones."""
         yield from Journal(self._path, self.metadata).resume()
         yield from self._pending
 
@@ -121,7 +125,7 @@ class Journal:
             yield from steps
 
     def damaged(self, reason: str, place: Path | None = None) -> FcpError:
-        """Return the error of a journal that cannot be continued."""
+        """Return the error of a damaged journal."""
         return FcpError(
             f"cannot resume: {place or self.folder} is damaged: {reason}; run without --resume to start over"
         )
@@ -136,7 +140,7 @@ class Journal:
         return steps
 
     def append(self, step: StepPlan) -> None:
-        """Add the next step; it is safe on disk with the part that it fills."""
+        """Append the next step; it is only written to disk once its part is full."""
         self._pending.append(step)
         self._rows += len(step)
         if self._rows < _ROWS_PER_PART:
@@ -148,7 +152,7 @@ class Journal:
         self._pending, self._rows = [], 0
 
     def remove(self) -> None:
-        """Remove the journal: the plan is whole, or starts over. `start` reports one that stays."""
+        """Remove the journal, ignoring errors; `start` fails if it could not be removed."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _part(self, number: int) -> Path:

@@ -1,12 +1,12 @@
-"""Refits the cost model to measured micro-batches: coefficients, and the speeds of persistent stragglers.
+"""Refit of the cost model to measured micro-batches: factors on coefficients, and speeds of persistent stragglers.
 
-Of a micro-batch that took y seconds the cost model says, with f the factors of the profile's coefficients,
+With f the factors on the profile's coefficients, the model of a micro-batch of y seconds is
 
     y = (f0 beta + f1 linear + max(f2 attention, (1 - s) f3 ring) + s f3 ring) / speed of its slowest rank
 
-and, if layers with windows have halos, f2 windows + f3 halos in addition.
-The factors minimise Huber's loss of relative errors, regularised towards their former values if micro-batches do not
-determine them. A rank's speed is the ratio of its own micro-batches, outside rings, to those of the other ranks.
+plus f2 windows + f3 halos if window layers have a halo exchange. The factors minimize the Huber loss of relative
+errors, regularized towards their previous values if micro-batches do not determine them. A rank's speed is the ratio of
+its single-rank micro-batches to those of the other ranks.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from fcp_cli.planning.problem import Problem
 
 LEAST_MICROBATCHES: Final = 8
 _STEPS_KEPT: Final = 512
-_OUTLIER: Final = 0.05  # relative error from which on errors count linearly
-_ROUNDS: Final = 30
-_HELD: Final = 1e-3  # weight of the former factors, against all micro-batches
+_OUTLIER: Final = 0.05  # relative error beyond which errors count linearly
+_ROUNDS: Final = 30  # of iteratively reweighted least squares
+_HELD: Final = 1e-3  # weight of the previous factors relative to all micro-batches
 MOST_CHANGE: Final = 2.0
 """By which a factor of a measured profile changes in one refit at most."""
-_LEAST_CHANGE: Final = 0.02  # of predictions, for the refit to be worth other plans
-_SLOW: Final = 0.95  # speed below which a rank is slow
-_PERSISTENT: Final = 0.75  # share of steps in which it must be
+_LEAST_CHANGE: Final = 0.02  # least mean relative change of predictions for new factors to be adopted
+_SLOW: Final = 0.95  # speed below which a rank is a straggler
+_PERSISTENT: Final = 0.75  # share of steps in which it must be slow
 _LEAST_SPEED_CHANGE: Final = 0.03
 _SLOWEST: Final = 0.1
 
 
 class _Parts(NamedTuple):
-    """Of micro-batches: the parts of their seconds under the original profile, and the measured seconds."""
+    """Parts of the predicted seconds of micro-batches under the original profile, and their measured seconds."""
 
     step: IntArray
-    rank: IntArray  # that ran it without a ring; -1: a ring
+    rank: IntArray  # of a single-rank micro-batch; -1 for a ring
     beta: FloatArray
     linear: FloatArray
-    windows: FloatArray  # attention in windows whose halos travel, and these
+    windows: FloatArray  # window attention with a halo exchange
     halos: FloatArray
     attention: FloatArray
     ring: FloatArray
@@ -56,11 +56,11 @@ class _Parts(NamedTuple):
 
 
 class Refitter:
-    """Refits the problem of a stream.
+    """Refitter of the cost profile of a stream or job.
 
     Args:
-        problem: the problem, as it was given, without any refit.
-        most_change: the most change of a factor in one refit.
+        problem: original problem, without any refit.
+        most_change: largest change of a factor in one refit, as a ratio.
     """
 
     def __init__(self, problem: Problem, *, most_change: float = MOST_CHANGE) -> None:
@@ -68,18 +68,18 @@ class Refitter:
         self._kept: deque[tuple[StepPlan, LengthTable]] = deque(maxlen=_STEPS_KEPT)
 
     def keep(self, step: StepPlan, sequences: LengthTable) -> None:
-        """Remember a planned step, with its sequences in its own order."""
+        """Remember a planned step, with its sequences in step order."""
         self._kept.append((step, sequences))
 
     def refit(
         self, first_step: int, measured: pa.Table, before: ScheduledRefit | None
     ) -> tuple[ScheduledRefit | None, str]:
-        """Return the refit from a step on, and a line about it; None and a line without a change.
+        """Return the refit from a step on, or None if nothing changes, and a line of explanation.
 
         Args:
-            first_step: the first step that is planned next.
-            measured: columns step, order, rank and seconds of micro-batches that were trained.
-            before: the refit until now.
+            first_step: first step that the refit will apply to.
+            measured: columns step, order, rank and seconds of trained micro-batches.
+            before: current refit, or None.
         """
         parts = self._parts(measured)
         if len(parts.measured) < LEAST_MICROBATCHES:
@@ -89,7 +89,7 @@ class Refitter:
         speeds = np.array([old.rank_speeds.get(str(rank), given[rank]) for rank in range(len(given))])
         factors = np.array(list(asdict(old.factors).values()))
         fitted = factors
-        for _ in range(2):  # a slow rank looks like dear work, and dear work like slow ranks
+        for _ in range(2):  # alternate, since slow ranks and high prices explain the same seconds
             slowest = np.array([float(speeds[ranks].min()) for ranks in parts.ranks])
             fitted = self._fitted(parts, factors, slowest)
             speeds = _speeds(parts, self._predicted(parts, fitted), speeds, given)
@@ -107,7 +107,9 @@ class Refitter:
     def _parts(self, measured: pa.Table) -> _Parts:
         taken: dict[tuple[int, int], float] = {}
         columns = (measured.column(name).to_pylist() for name in ("step", "order", "seconds"))
-        for step, order, seconds in zip(*columns, strict=True):  # of a ring the last to arrive did not wait
+        for step, order, seconds in zip(
+            *columns, strict=True
+        ):  # the minimum: the last rank to enter a ring did not wait
             taken[step, order] = min(seconds, taken.get((step, order), np.inf))
         wanted = {step for step, _order in taken}
         found: list[_Parts] = []
@@ -164,7 +166,7 @@ class Refitter:
         )
 
     def _columns(self, parts: _Parts, factors: FloatArray) -> FloatArray:
-        """Return the term of each factor under the original profile, [micro-batches, 4]."""
+        """Return [micro-batches, 4] the seconds that each factor multiplies, with the overlap resolved at `factors`."""
         exposed = self._problem.profile.coefficients.exposed_ring_share
         hides = factors[2] * parts.attention >= (1.0 - exposed) * factors[3] * parts.ring
         ring = np.where(hides, exposed, 1.0) * parts.ring
@@ -175,7 +177,7 @@ class Refitter:
         return np.asarray(self._columns(parts, factors) @ factors)
 
     def _fitted(self, parts: _Parts, before: FloatArray, speed: FloatArray) -> FloatArray:
-        """Return the factors that fit the measured seconds of micro-batches at these speeds."""
+        """Return the factors that fit the measured seconds, given the speed of each micro-batch's slowest rank."""
         factors, count = before.copy(), len(parts.measured)
         held = np.sqrt(_HELD * count) * np.eye(len(before))
         for _ in range(_ROUNDS):
@@ -191,7 +193,7 @@ class Refitter:
 
 
 def _speeds(parts: _Parts, predicted: FloatArray, before: FloatArray, given: FloatArray) -> FloatArray:
-    """Return the speeds, [ranks]: measured for ranks that were slow in most steps, else 1 or the given one."""
+    """Return [ranks] the speeds: measured for persistent stragglers, else the given one but at least 1."""
     ratio = parts.measured / predicted
     known = np.unique(parts.rank[parts.rank >= 0])
     if not len(known):

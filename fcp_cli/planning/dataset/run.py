@@ -1,4 +1,4 @@
-"""Make a plan: global batches -> solver -> planned steps -> plan file."""
+"""Planning run: global batches -> solver -> planned steps -> plan file."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from fcp_cli.planning.settings.settings import PlanInputs
 from fcp_cli.planning.solvers import make_planning_solver
 
 OnStep = Callable[[StepPlan], None]
-_JOURNAL_FROM_STEPS = 1000  # shorter plans are sooner made again than resumed
-_STEPS_PER_TASK, _SEQUENCES_PER_TASK = 32, 1 << 18  # whichever is reached first
-_SEQUENCES_PER_WORKER = 1_000_000  # several seconds
+_JOURNAL_FROM_STEPS = 1000  # shorter plans are faster to redo than to resume
+_STEPS_PER_TASK, _SEQUENCES_PER_TASK = 32, 1 << 18  # limits of a task, whichever is reached first
+_SEQUENCES_PER_WORKER = 1_000_000  # several seconds of planning, which outweigh a process start
 
-# Set once in every worker process: a step is a pure function of its batch, so that only batches travel to the workers.
+# Set once per worker process: a step is a pure function of its batch, so that only batches are sent to the workers.
 _solver: Solver | None = None
 _problem: Problem | None = None
 
@@ -46,11 +46,11 @@ class PlanResult:
     """A finished plan.
 
     Attributes:
-        metadata: the metadata, as written, with totals and hash.
+        metadata: metadata as written, with totals and hash.
         summary: totals over all steps.
-        planning_seconds: wall time, from the solver's set-up to the finished file, without `loading_seconds`.
-        loading_seconds: the time in which this process loaded the compiled planner, or compiled it.
-        solver: the solver, as it planned.
+        planning_seconds: wall time from solver set-up to the finished file, excluding `loading_seconds`.
+        loading_seconds: time to load or compile the compiled planner in this process.
+        solver: solver of the plan.
     """
 
     metadata: PlanMetadata
@@ -85,23 +85,23 @@ def make_plan(
     resume: bool = False,
     **limits: int | None,
 ) -> PlanResult:
-    """Plan every step and write the plan; a plan that stood at `path` is replaced only when the new one is whole.
+    """Plan every step and write the plan, atomically replacing an existing file at `path`.
 
-    A plan of many steps keeps its finished steps in a journal next to `path` while it is being made.
+    While a plan of many steps is being made, a journal next to `path` keeps its finished steps.
 
     Args:
-        path: the plan file.
-        inputs: the manifest, the problem, and the global batches.
+        path: plan file.
+        inputs: manifest, problem and batch settings.
         solver_name: one of `solvers.solver_names()`.
-        on_step: called after each planned step, for progress.
-        workers: processes that plan; None: as many as pay. The plan does not depend on it.
-        resume: continue from the journal of an interrupted run with the same inputs; the plan is the same.
-        limits: over the whole plan: max_degree, max_groups or max_peers; see `solvers.make_solver`.
+        on_step: callback after each planned step, for progress.
+        workers: number of planning processes; None: `default_workers`. The plan does not depend on it.
+        resume: whether to continue from the journal of an interrupted run with the same inputs; the plan is the same.
+        limits: max_degree, max_groups or max_peers of the whole plan; see `solvers.make_solver`.
 
     Raises:
-        OverlongError, ManifestError, UsageError: the input is at fault; nothing was written.
-        FcpError: the file cannot be written (nothing is left behind), or there is nothing to resume.
-        Interrupted: Ctrl-C; no plan was written, and the message names the kept steps.
+        OverlongError, ManifestError, UsageError: invalid input; nothing was written.
+        FcpError: the file cannot be written (no partial file is left), or there is nothing to resume.
+        Interrupted: Ctrl-C; no plan was written, and the message says whether --resume can continue.
     """
     started = time.perf_counter()
     batches = inputs.batches()
@@ -140,7 +140,7 @@ def _journalled_steps(
     journal: Journal | None,
     resume: bool,
 ) -> Iterator[StepPlan]:
-    """Yield the steps of a plan, in order: those that the journal holds, then newly planned ones."""
+    """Yield the steps of a plan in order: those of the journal, then newly planned ones."""
     kept = 0
     if journal is not None and resume:
         for step in kept_steps(batches, journal):
@@ -157,10 +157,10 @@ def _journalled_steps(
 
 
 def kept_steps(batches: GlobalBatches, journal: Journal) -> Iterator[StepPlan]:
-    """Yield the steps that a journal holds, each proven to be a plan of its batch: digests do not stop a forger.
+    """Yield the steps of a journal, each validated against its batch, since digests do not detect forgery.
 
     Raises:
-        FcpError: as `Journal.resume`, or a step that no plan of these batches has.
+        FcpError: as in `Journal.resume`, or a step is not a valid plan of its batch.
     """
     profile, table = batches.problem.profile, batches.table
     for number, step in enumerate(journal.resume()):
@@ -182,7 +182,7 @@ def _interrupted(journal: Journal | None, step: int, steps: int) -> str:
 
 
 def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) -> PlanMetadata:
-    """Return the plan's metadata, before totals and hash."""
+    """Return the plan's metadata without totals and hash."""
     problem, settings = batches.problem, batches.settings
     return PlanMetadata(
         **problem.metadata_fields(),
@@ -207,14 +207,14 @@ def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) ->
 
 
 def default_workers(steps: int, global_batch_size: int = 1) -> int:
-    """Return the number of usable cores, but no process that would plan for less time than it takes to start."""
+    """Return the default number of planning processes: the usable cores, fewer if the work does not pay their start."""
     return max(1, min(usable_cores(), steps, max(steps // 1000, steps * global_batch_size // _SEQUENCES_PER_WORKER)))
 
 
 def plan_steps(
     batches: Iterator[Batch], problem: Problem, solver: Solver, *, workers: int
 ) -> Generator[StepPlan, None, None]:
-    """Plan the batches, in order; closing the iterator early leaves no process behind.
+    """Yield the planned batches in order; closing the generator early stops its worker processes.
 
     Raises:
         FcpError: a worker process was killed.
@@ -238,7 +238,7 @@ def plan_steps(
 
 
 def _tasks(batches: Iterator[Batch]) -> Iterator[list[Batch]]:
-    """Yield the batches in lists large enough to be worth sending, small enough to spread over the cores."""
+    """Yield lists of batches large enough to amortize sending, small enough to spread over the cores."""
     for batch in batches:
         few = max(1, min(_STEPS_PER_TASK, _SEQUENCES_PER_TASK // len(batch.rows)))
         yield [batch, *islice(batches, few - 1)]

@@ -1,4 +1,4 @@
-"""Verdict on planning: seconds of the best static degree and of Megatron's dynamic CP, and remedies."""
+"""Verdict on a plan: predicted time relative to the best static degree and Megatron's dynamic CP, and remedies."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MEGATRON: Final = "megatron-dynamic-cp"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rival:
-    """Baseline of a user without a plan.
+    """Baseline that a plan is compared with.
 
     Attributes:
-        name: the name, as a solver.
-        label: the label, as people call it.
-        factor: its predicted time / the plan's.
-        steps: the steps that this was computed on.
+        name: solver name.
+        label: display name.
+        factor: predicted time / predicted time of the plan.
+        steps: number of steps in the comparison.
     """
 
     name: str
@@ -45,16 +45,16 @@ class Rival:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether a plan pays, by the cost model.
+    """Predicted benefit of a plan by the cost model.
 
     Attributes:
-        device_hours: the device-hours that an epoch takes under the plan.
-        rivals: those that can run the data at all.
-        remedy: the setting under which fcp would be quickest by far; None: none that was tried.
-        tried: settings that were tried for that.
-        profile: the origin of the cost profile that was given, under whose recipe alone they were; None: none was.
-        device_hour_price: the price of a device-hour in any currency; None if unknown.
-        enough_ranks: the fewest ranks that would take as long; None: all of `num_ranks` are needed.
+        device_hours: device-hours of an epoch under the plan.
+        rivals: baselines that can run the data.
+        remedy: best change of settings, or None if none that was tried is at least 2 % faster.
+        tried: number of settings tried for it.
+        profile: origin of the given cost profile, whose recipe limits the settings tried; None if none was given.
+        device_hour_price: price of a device-hour in any currency, or None.
+        enough_ranks: fewest ranks that take about as long, or None if all of `num_ranks` are needed.
     """
 
     solver: str
@@ -70,12 +70,12 @@ class Verdict:
 
     @property
     def quickest_rival(self) -> Rival | None:
-        """The quickest of the rivals."""
+        """Fastest rival, or None."""
         return min(self.rivals, key=lambda rival: rival.factor, default=None)
 
     @property
     def saved_device_hours(self) -> float:
-        """Device-hours an epoch less than the quickest rival; negative if that is quicker."""
+        """Device-hours per epoch saved over the fastest rival; negative if that is faster."""
         return self.device_hours * (self.quickest_rival.factor - 1.0) if self.quickest_rival else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Verdict:
 
 
 def _device_hours(problem: Problem, step_seconds: float, steps: int) -> float:
-    """Return the duration of so many steps of the same mean seconds."""
+    """Return the device-hours of a number of steps, counting all devices of the job."""
     devices = problem.all_ranks * problem.tensor_parallel * problem.pipeline_parallel
     return devices * step_seconds * steps / 3600.0
 
@@ -107,12 +107,14 @@ def plan_verdict(
     request: PlanRequest,
     static: tuple[float, int],
 ) -> Verdict:
-    """Return the verdict on a finished plan; a few of its steps are planned again for that.
+    """Return the verdict on a finished plan, replanning a few of its steps with rivals and remedies.
 
     Args:
-        inputs: the inputs that it was made of.
-        request: the request that it was asked with.
-        static: predicted time of the best static plan / that of the sample, and its degree.
+        result: finished plan.
+        sample: planned steps to compare on.
+        inputs: inputs of the plan.
+        request: request of the plan.
+        static: (predicted time of the best static plan / that of the sample, its degree).
     """
     solver, summary, problem = result.solver.name, result.summary, inputs.problem
     again = [sample[i] for i in sampled_steps(len(sample), result.metadata.global_batch_size)]
@@ -138,7 +140,7 @@ def plan_verdict(
 
 
 def given_profile(inputs: PlanInputs) -> Origin | None:
-    """Return the origin of a cost profile that was given and has the times of one recipe; None: there is none."""
+    """Return the origin of the cost profile if one with a known recipe was given, else None."""
     is_given = inputs.budget is not None and inputs.budget.cluster is None and inputs.problem.recipe is not None
     return inputs.problem.profile.origin if is_given else None
 
@@ -146,10 +148,10 @@ def given_profile(inputs: PlanInputs) -> Origin | None:
 def _planned_again(
     sequences: Sequence[LengthTable], problem: Problem, for_rivals: Sequence[Problem]
 ) -> Iterator[tuple[str, float]]:
-    """Yield the predicted seconds of Megatron's dynamic CP and of fcp, if they can plan these batches at once.
+    """Yield (name, predicted seconds) of Megatron's dynamic CP and of fcp, skipping those that cannot plan the batches.
 
-    The recipe was chosen for fcp's plans. Megatron's, which wait longer for each other and fill their budgets whatever
-    that recomputes, are often quicker under a recipe of another kind, so they are priced under each.
+    The recipe was chosen for fcp. Megatron's plans, which wait more and ignore the cost of recomputation, are often
+    faster under another kind of recipe, so the fastest of all kinds counts.
     """
     if not sequences:
         return
@@ -162,26 +164,26 @@ def _planned_again(
 
 
 def _seconds(name: str, sequences: Sequence[LengthTable], problem: Problem) -> float:
-    """Return a strategy's predicted seconds of all steps; infinity if it cannot plan them, or its pipelines hang."""
+    """Return a strategy's predicted total seconds; infinity if it cannot plan the steps or its pipelines deadlock."""
     first = GlobalBatches(sequences[0], problem, BatchSettings(global_batch_size=len(sequences[0]), shuffle=False))
     solver = cast(Solver, solver_of(problem)) if name == DEFAULT else make_solver(name, first)
     batches = [batch_of(each, problem) for each in sequences]
     try:
         return sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
-    except PlanError:  # degrees of powers of two cannot hold all that fcp can
+    except PlanError:  # power-of-two degrees cannot hold every batch that fcp can
         return math.inf
 
 
 def compared_verdict(
     contenders: Sequence[Contender], inputs: PlanInputs, request: PlanRequest, batches: GlobalBatches
 ) -> Verdict | None:
-    """Return the verdict on fcp against the best of the compared strategies; None if fcp or all rivals are missing.
+    """Return the verdict on fcp against the best compared strategies, or None if fcp or all rivals are missing.
 
     Args:
-        contenders: the contenders that planned all `batches`.
-        inputs: the inputs that they were compared under.
-        request: the request that this was asked with.
-        batches: the compared ones.
+        contenders: contenders that planned all `batches`.
+        inputs: inputs of the comparison.
+        request: request of the comparison.
+        batches: compared global batches.
     """
     best = {one.name: one.best for one in contenders if one.best is not None and not strategy(one.name).own_execution}
     others = {name: one for name, one in best.items() if name != DEFAULT and not one.over_budget}
