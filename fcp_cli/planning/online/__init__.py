@@ -1,1 +1,1 @@
-"""Planning during a training whose sequences are known only when they arrive."""
+"""Online planning: plans of a training run whose sequences are only known as they arrive."""

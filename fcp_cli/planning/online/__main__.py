@@ -1,6 +1,6 @@
-"""The planner process of a training: `python -m fcp_cli.planning.online`, which is driven through its pipes.
+"""Planner process of a training job: `python -m fcp_cli.planning.online`, controlled through stdin and stdout.
 
-With the argument `early` it loads the planner before its first request, while the job imports its own libraries.
+With the argument `early` it warms up before its first request, while the job imports its own libraries.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import IO
 
 
 class Unneeded:
-    """Hides libraries that pyarrow and numba import to ask for their types: a third of this process's start.
+    """Import hook that hides optional libraries of pyarrow and numba, which take a third of the start-up time.
 
-    Nothing here needs them, and no plan depends on whether they are installed. None in `sys.modules` would not do:
-    pyarrow's extension modules take it for the library.
+    This process does not use them, and plans do not depend on them. Setting `sys.modules[name]` to None does not work,
+    since pyarrow's extension modules take it for the library.
     """
 
     _NAMES = ("pandas", "scipy.linalg")
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Refuse these libraries, and leave others to the next finder."""
+        """Raise ModuleNotFoundError for the hidden libraries; return None for others to try the next finder."""
         if name in cls._NAMES:
             raise ModuleNotFoundError(f"{name} is not used by this process", name=name)
 
 
 def main(received: IO[bytes], answers: IO[bytes]) -> None:
-    # Ctrl-C and a stop of the job reach the ranks, which close the pipe when they have saved.
+    # Signals to the job also reach its ranks, which close the pipe after saving; this process must outlive them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.meta_path.insert(0, Unneeded)

@@ -1,9 +1,9 @@
-"""Journal of an online plan until the run is over, so that a killed run loses nothing.
+"""Journal of an online plan during the run, from which a killed run resumes.
 
-A folder `.NAME.online` holds `metadata.json` and, for each start of the job, `000000.windows`: records with digests, of
-the start's first step, and then two for every window, of its sequences and of its steps. A window that a kill cut off
-is skipped; a damaged record is refused. A later start records its own first step, and the steps that earlier ones
-planned from there on no longer count.
+A folder `.NAME.online` holds `metadata.json` and a file `000000.windows`, ... for each start of the job. The file's
+records have digests: first the start's first step, then two records per window, its sequences and its steps. A window
+truncated by a kill is skipped, but a damaged record is an error. A later start supersedes the steps that earlier starts
+planned from its first step on.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _NEVER: Final = int(np.iinfo(np.int64).max)
 
 
 class OnlineJournal:
-    """The journal of the plan at `path`. Messages name the plan.
+    """Journal of the online plan at `path`.
 
     Attributes:
-        metadata: the metadata of the plan that is to be, once it has begun.
-        planned_to: one more than the last step that an earlier start planned: their refits are known.
+        metadata: metadata of the future plan; set by `begin`.
+        planned_to: one more than the last step planned by earlier starts, whose refits are known.
     """
 
     metadata: PlanMetadata
@@ -67,10 +67,13 @@ class OnlineJournal:
         return (self.folder / "metadata.json").is_file()
 
     def begin(self, metadata: PlanMetadata, first_step: int) -> pa.Table:
-        """Keep the steps before `first_step`, and begin to take those from it on.
+        """Begin a start of the job at `first_step`, keeping the steps before it.
 
         Returns:
-            Lengths and factors of the sequences that these steps train.
+            Lengths and factors of the kept steps' sequences, or None if `first_step` is 0.
+
+        Raises:
+            PlanError, FcpError: the journal lacks steps before `first_step`, is of another plan, damaged or unwritable.
         """
         if first_step == 0:
             self.remove()
@@ -91,12 +94,12 @@ class OnlineJournal:
         return kept
 
     def note_refit(self, refit: ScheduledRefit) -> None:
-        """Record the refit from a step on."""
+        """Record a refit in the metadata."""
         self.metadata = replace(self.metadata, refits=(*(self.metadata.refits or ()), refit))
         self._write_metadata()
 
     def append(self, lengths: pa.Table, steps: list[StepPlan]) -> None:
-        """Add a window: the sequences that follow, and their steps."""
+        """Append a window: the next sequences and their steps."""
         try:
             part = self.folder / f"{self._part:06}.windows"
             if not self._has_begun:
@@ -110,13 +113,16 @@ class OnlineJournal:
             raise FcpError(f"cannot write {self.folder}: {error.strerror or error}") from error
 
     def finish(self, end_step: int | None = None) -> PlanMetadata:
-        """Write the plan and its manifest from the journal, and remove it.
+        """Write the plan and its manifest from the journal, and remove the journal.
 
         Args:
-            end_step: keep only the steps before it; None: all.
+            end_step: exclusive end of the steps to keep; None: all.
 
         Returns:
-            The plan's metadata, with totals and hash.
+            Metadata of the plan, with totals and hash.
+
+        Raises:
+            PlanError: nothing was planned, or the journal is damaged.
         """
         metadata = self._metadata()
         sizes = [len(step.sequences) for step in self.steps(end_step)]
@@ -132,12 +138,12 @@ class OnlineJournal:
         with plan_writer(self.path, metadata) as writer:
             for step in self.steps(end_step):
                 writer.append(step)
-        with suppress(OSError):  # the plan is whole: nothing may fail any more
+        with suppress(OSError):  # the plan is complete, so a leftover journal is harmless
             self.remove()
         return writer.metadata
 
     def steps(self, end_step: int | None = None) -> Iterator[StepPlan]:
-        """Yield the steps that count, in order, up to `end_step`."""
+        """Yield the steps that no later start superseded, in order, up to `end_step` (exclusive)."""
         due = 0
         for part, begins, ends in self._starts():
             if begins.first_step > due:
@@ -172,7 +178,7 @@ class OnlineJournal:
         return self._rows(rows)
 
     def _take_over_plan(self) -> None:
-        """Make a journal from a whole plan, whose finished run continues."""
+        """Create a journal from a complete plan, to continue its finished run."""
         reader = PlanReader(self.path)  # it reports a missing plan
         manifest = read_manifest(manifest_of(self.path))
         ids = open_parquet(manifest_of(self.path)).read()
@@ -210,7 +216,7 @@ class OnlineJournal:
         return metadata
 
     def _rows(self, count: int) -> pa.Table:
-        """Return the first `count` sequences that count."""
+        """Return the first `count` sequences, without those superseded by later starts."""
         tables, rows = [], 0
         for part, begins, ends in self._starts():
             if begins.first_sequence > rows:
@@ -225,7 +231,7 @@ class OnlineJournal:
         return pa.concat_tables(tables, promote_options="default").replace_schema_metadata(None).slice(0, count)
 
     def _starts(self) -> list[tuple[Path, _Begins, _Begins]]:
-        """Return the starts that planned something, in order: file, begin, and the least that a later start began."""
+        """Return (file, begin, exclusive end) of each start that planned something; later starts determine the end."""
         found = [(part, begins) for part in self._parts() if (begins := self._begins_of(part)) is not None]
         starts, ends = [], _Begins(first_step=_NEVER, first_sequence=_NEVER)
         for part, begins in reversed(found):
@@ -237,7 +243,7 @@ class OnlineJournal:
         return starts[::-1]
 
     def _begins_of(self, part: Path) -> _Begins | None:
-        """Return the first step of a start, or None if it was killed before it recorded that."""
+        """Return the begin of a start, or None if it was killed before recording it."""
         with self._reading(part):
             content = next(read_records(part), None)
             if content is None:
@@ -245,7 +251,7 @@ class OnlineJournal:
             return validated(decode_json(content), _Begins, where=str(part), error=PlanError)
 
     def _windows(self, part: Path, begins: _Begins) -> Iterator[tuple[pa.Table, list[StepPlan]]]:
-        """Yield the whole windows of a start: the columns of their sequences, and their steps."""
+        """Yield (sequence columns, steps) of each complete window of a start."""
         due, rows, metadata = begins.first_step, begins.first_sequence, self._metadata()
         with self._reading(part):
             contents = islice(read_records(part), 1, None)
@@ -274,14 +280,14 @@ class OnlineJournal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Begins:
-    """The first step and the first sequence that a start of the job planned."""
+    """First step and first sequence of a start of the job."""
 
     first_step: NonNegativeCount
     first_sequence: NonNegativeCount
 
 
 def _checked_columns(columns: pa.Table) -> pa.Table:
-    """Return the columns of a window's sequences."""
+    """Return a window's sequence columns; raise DamagedError if one is missing or of another type."""
     types = {name: pa.from_numpy_dtype(values.dtype) for name, values in empty_factors(0).items()}
     for name, kind in (("length", pa.int64()), *types.items()):
         if name not in columns.schema.names or columns.schema.field(name).type != kind:
@@ -294,7 +300,7 @@ def _digest(metadata: PlanMetadata) -> str:
 
 
 def length_columns(table: LengthTable) -> pa.Table:
-    """Return the columns that a journal keeps of sequences."""
+    """Return the journal columns of sequences: lengths and work factors."""
     given = empty_factors(len(table)) | {
         name: values for name in FACTORS if (values := getattr(table, name)) is not None
     }
@@ -302,7 +308,7 @@ def length_columns(table: LengthTable) -> pa.Table:
 
 
 def table_of_columns(columns: pa.Table, *, name: str) -> LengthTable:
-    """Return the lengths that `length_columns` encoded."""
+    """Return the table encoded by `length_columns`; `name` identifies it in messages."""
     factors = {factor: columns.column(factor).to_numpy() for factor in FACTORS if factor in columns.schema.names}
     return checked_table(name, "length", columns.column("length").to_numpy(), factors)
 
@@ -321,7 +327,7 @@ def _write_manifest(path: Path, columns: pa.Table) -> LengthTable:
 
 
 def _what(metadata: PlanMetadata) -> bytes:
-    """Return all of the metadata that does not change while a run plans."""
+    """Return the part of the metadata that stays fixed during a run, as bytes for comparison."""
     batch_size = metadata.global_batch_size if metadata.has_equal_batches else 1
     same = ManifestReference(name="", rows=0, content_hash="")
     return replace(metadata, refits=None, manifest=same, global_batch_size=batch_size, fcp_version="").hashed_json()

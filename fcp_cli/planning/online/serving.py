@@ -1,4 +1,4 @@
-"""Answers a training job: batches of lengths in, planned steps out, all of them kept in the journal of a plan."""
+"""Request loop of a planner process: batches of lengths in, planned steps out, all recorded in a journal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def serve(received: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer messages until the other end closes; a failed request is answered with one line."""
+    """Answer messages until the job closes the pipe; an error is sent as a message and ends the loop."""
     opening = read_message(received)
     if opening is None:
         return
@@ -39,24 +39,24 @@ def serve(received: IO[bytes], answers: IO[bytes]) -> None:
     except FcpError as error:
         write_message(answers, {"kind": "error", "message": str(error)})
     except BrokenPipeError:
-        pass  # the job has ended: the journal keeps its plan
+        pass  # the job has ended; its steps are in the journal
 
 
 def _service_of(opening: Message) -> Service | JobPlanner:
     if "job" not in opening.facts:
         return Service(opening.facts)
     from fcp_cli.planning.dataset.job_plan import (
-        planner_of,  # imports a third of the planner, which streams do not need
+        planner_of,  # lazy: a third of the planner's imports, which streams do not need
     )
 
     return planner_of(opening)
 
 
 class Service:
-    """Planning of a stream.
+    """Request handler for the plan of a stream.
 
     Attributes:
-        first_sequence: number of the first sequence that is still to be planned.
+        first_sequence: index of the first sequence to plan; earlier ones were trained before a restart.
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class Service:
         self.first_sequence = 0 if self._kept is None else len(self._kept)
 
     def opened(self) -> dict[str, Any]:
-        """Return the first message to the job."""
+        """Return the opening message to the job."""
         return {
             "kind": "opened",
             "first_sequence": self.first_sequence,
@@ -78,7 +78,7 @@ class Service:
         }
 
     def answer(self, message: Message) -> tuple[dict[str, Any], bytes] | None:
-        """Return the answer to one message, or None if it needs none."""
+        """Return the answer to a message, or None if it expects none."""
         if message.kind == "batch":
             return self._plan(message)
         if message.kind == "measured":
@@ -101,14 +101,14 @@ class Service:
         return {"kind": "steps"}, steps_bytes(steps)
 
     def _refit(self, message: Message) -> tuple[dict[str, Any], bytes]:
-        """Answer with the refit from a step on, and record it."""
+        """Compute and record a refit, and return it as an answer."""
         found, line = self._planner.refit(message.facts["first_step"], table_of(message.table))
         if found is not None:
             self._journal.note_refit(found)
         return {"kind": "refit", "refit": found and asdict(found), "line": line}, b""
 
     def _require_as_before(self, message: Message) -> None:
-        """Refuse a stream that begins with other sequences than were trained before it was begun again."""
+        """Raise PlanError if a restarted stream differs from the sequences that were trained before."""
         if self._kept is None:
             return
         first = message.facts["first_sequence"]

@@ -1,4 +1,4 @@
-"""Planning problem of a stream, as the metadata of a plan that is yet to be made."""
+"""Settings of a stream's plan: batching rule, and metadata before planning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fcp_cli.planning.problem import Problem, Solver
 
 
 def stream_batching(global_batch_size: int | None, global_batch_tokens: int | None) -> Batching | None:
-    """Return how the batches of a stream are formed; None: of so many sequences."""
+    """Return the batching rule of a stream, or None for `global_batch_size` sequences each."""
     given = {"global_batch_size": global_batch_size, "global_batch_tokens": global_batch_tokens}
     for name, value in given.items():
         if value is not None and value < 1:
@@ -24,7 +24,7 @@ def stream_batching(global_batch_size: int | None, global_batch_tokens: int | No
 def stream_metadata(
     problem: Problem, solver: Solver, global_batch_size: int | None, batching: Batching | None
 ) -> PlanMetadata:
-    """Return the metadata of a stream's plan, before totals, manifest and hash."""
+    """Return the metadata of a stream's plan without totals, manifest and hash."""
     if problem.attention == "ulysses":
         raise UsageError("--attention ulysses holds no sequence longer than all heads' ranks do; give a stream 2d")
     return PlanMetadata(

@@ -1,4 +1,4 @@
-"""Plans the batches of a stream as they come, each exactly as `fcp plan` plans it from the stream's manifest."""
+"""Planner of a stream's batches as they arrive, with the same result as `fcp plan` on the stream's manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fcp_cli.planning.problem import problem_of
 
 
 class StreamPlanner:
-    """Plans batches under the problem that a plan's metadata states."""
+    """Planner of batches under the problem in a plan's metadata."""
 
     def __init__(self, metadata: PlanMetadata) -> None:
         self.metadata = metadata
@@ -29,13 +29,13 @@ class StreamPlanner:
         self._plan_as_of(0)
 
     def adopt(self, refit: ScheduledRefit) -> None:
-        """Plan by a refit from its first step on."""
+        """Apply a refit from its first step on, replacing refits of later steps."""
         before = [one for one in self.metadata.refits or () if one.first_step < refit.first_step]
         self.metadata = replace(self.metadata, refits=(*before, refit))
         self._plan_as_of(refit.first_step)
 
     def refit(self, first_step: int, measured: pa.Table) -> tuple[ScheduledRefit | None, str]:
-        """Return the refit from a step on, if any, and a line about it; see `Refitter.refit`."""
+        """Return the refit from a step on, or None, and a line of explanation; see `Refitter.refit`."""
         return self._refitter.refit(first_step, measured, self.metadata.refit_at(first_step))
 
     def _plan_as_of(self, step: int) -> None:
@@ -43,12 +43,15 @@ class StreamPlanner:
         self._solver: FcpSolver = solver_of(self._problem, max_degree=self.metadata.solver_options.get("max_degree"))
 
     def plan(self, table: LengthTable, *, step: int, first_sequence: int) -> StepPlan:
-        """Plan a batch.
+        """Return the planned step of a batch.
 
         Args:
             table: [sequences] lengths and work factors.
-            step: the optimizer step that trains it.
-            first_sequence: number of its first sequence in the stream.
+            step: optimizer step of the batch.
+            first_sequence: index of its first sequence in the stream.
+
+        Raises:
+            PlanError, OverlongError: the batch is empty or invalid, or the ranks cannot hold a sequence.
         """
         if not len(table):
             raise PlanError(f"batch {step} of the stream is empty; a step needs a sequence")
@@ -56,7 +59,9 @@ class StreamPlanner:
         self._require_room(table, first_sequence)
         places = np.arange(len(table))
         batch = replace(
-            batch_of(table.take(places), self._problem, step=step),  # compiled code takes no read-only arrays of Arrow
+            batch_of(
+                table.take(places), self._problem, step=step
+            ),  # take copies: compiled code rejects Arrow's read-only arrays
             rows=first_sequence + places,
             seed=step_seed(self.metadata.seed, step),
         )

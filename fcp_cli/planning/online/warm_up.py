@@ -1,10 +1,10 @@
-"""Imports and compiled loops of a planner process, loaded before its first request."""
+"""Warm-up of a planner process: loads imports and compiled loops before its first request."""
 
 from __future__ import annotations
 
 import numpy as np
 
-import fcp_cli.planning.dataset.job_plan  # noqa: F401  # answers the first request
+import fcp_cli.planning.dataset.job_plan  # noqa: F401  # serves the first request, so load it now
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.planning.assemble import assemble
@@ -14,7 +14,7 @@ from fcp_cli.planning.solvers import make_solver
 
 
 def load_planner() -> None:
-    """Plan a step of a few sequences, one of which needs a ring, to load all that the first step of a job needs."""
+    """Plan a tiny step with a ring, to load everything that the first step of a job needs."""
     costs = Coefficients(
         attention_seconds_per_token2=1e-9,
         linear_seconds_per_token=1e-4,
