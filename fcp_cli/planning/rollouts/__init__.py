@@ -1,4 +1,4 @@
-"""Rollouts of reinforcement learning: batches of arrived rollouts, and the call sites of trainers that split them."""
+"""Reinforcement learning: batches of rollouts as they arrive, and replacements for the balancing of verl and slime."""
 
 from fcp_cli.planning.rollouts.arrivals import Rollouts
 

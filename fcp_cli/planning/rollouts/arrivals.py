@@ -1,4 +1,4 @@
-"""Rollouts as they arrive: a batch is planned when enough are there, and later ones wait for the next."""
+"""Queue of rollouts that forms batches as enough of them arrive."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fcp_cli.errors import UsageError
 
 
 class Rollouts:
-    """Rollouts on their way to training. Threads that generate add them; each pass over them reads the same batches.
+    """Thread-safe queue of rollouts from generation to training; every pass over it reads the same batches.
 
     Args:
-        fewest: rollouts that a batch waits for.
-        most: the most sequences of a batch; the others wait for the next. None: all that are there.
-        passes: the passes that read the batches; one that all of them have read is dropped. None: any number of
-            passes, and every batch is kept for one that may still begin.
+        fewest: number of rollouts that a batch waits for.
+        most: most rollouts of a batch; the others wait for the next one. None: no limit.
+        passes: number of passes that will read the batches, after which a batch is dropped. None: unlimited passes, so
+            every batch is kept.
 
     Raises:
         UsageError: the numbers contradict each other.
@@ -40,13 +40,14 @@ class Rollouts:
         self._changed = threading.Condition()
 
     def add(self, rollout: Any, length_tokens: int) -> None:
-        """Add a rollout that is done, prompt and answer together.
+        """Add a finished rollout.
 
         Args:
-            rollout: the argument of `fetch` for its tokens.
+            rollout: key that is passed to `fetch` to get its tokens.
+            length_tokens: tokens of prompt and answer together.
 
         Raises:
-            UsageError: it has no tokens, or no more were to come.
+            UsageError: it has no tokens, or the stream was closed by `end`.
         """
         if length_tokens < 1:
             raise UsageError(f"rollout {rollout} has {length_tokens} tokens; one that is empty cannot be trained")
@@ -57,21 +58,21 @@ class Rollouts:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Close the stream: the remaining rollouts make the last batch."""
+        """Close the stream; the remaining rollouts form the last batches."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
 
     def batches(self, *, parts: int = 1) -> Iterator[list[tuple[Any, int]]]:
-        """Yield the batches as (rollout, tokens); a stream for `fcp_cli.runtime.steps`, one for each pass.
+        """Return an iterator over batches of (rollout, tokens) for one pass, a stream for `fcp_cli.runtime.steps`.
 
-        Whoever asks first closes a batch, and every other pass gets the same.
+        The first pass to request a batch determines it, and all other passes get the same.
 
         Args:
-            parts: cut each batch in so many, in order, as training does that takes several steps with one rollout.
+            parts: number of parts to cut each batch into, in order, for several steps per batch of rollouts.
 
         Raises:
-            UsageError: `parts` is not positive, or more passes begin than were announced.
+            UsageError: `parts` is not positive, or there are more passes than announced.
         """
         if parts < 1:
             raise UsageError(f"parts is {parts}; a batch is cut in one at least")

@@ -1,4 +1,4 @@
-"""Items into parts of about equal seconds: differencing, then exchanges with the slowest part, within a token limit."""
+"""Partition of items into parts of about equal seconds: differencing, then exchanges, within a token limit."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _MOST_EXCHANGES = 64  # per part
 
 
 def level_parts(seconds: FloatArray, parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Return the items of each part, so that the slowest is quick.
+    """Return the items of each part, heuristically minimizing the seconds of the slowest.
 
     Args:
-        seconds: [items] of each.
-        parts: how many, at most as many as items; none is empty.
-        equal_counts: let each have equally many items, which `parts` divides.
+        seconds: [items] seconds of each item.
+        parts: number of parts, at most that of the items; none is empty.
+        equal_counts: whether all parts get equally many items; `parts` must divide their number.
     """
     found = _without_empty(partition(seconds.tolist(), parts, equal_counts=equal_counts))
     return _exchanged(found, seconds, np.zeros(len(seconds), dtype=np.int64), math.inf, moves=not equal_counts)
 
 
 def level_packs(seconds: FloatArray, tokens: IntArray, packs: int, most_tokens: int) -> list[list[int]] | None:
-    """Return exactly so many packs of about equal seconds, none of which holds too many tokens; None: none was found.
+    """Return the items of each pack, with about equal seconds and at most `most_tokens` tokens, or None if not found.
 
     Args:
-        seconds, tokens: [items] of each.
-        packs: how many, at most as many as items; none is empty.
-        most_tokens: the most tokens of a pack; no item has more.
+        seconds, tokens: [items] seconds and tokens of each item.
+        packs: number of packs, at most that of the items; none is empty.
+        most_tokens: token limit of a pack; no item may exceed it.
     """
     found = _without_empty(partition(seconds.tolist(), packs))
     if any(tokens[pack].sum() > most_tokens for pack in found):
@@ -48,12 +48,12 @@ def level_packs(seconds: FloatArray, tokens: IntArray, packs: int, most_tokens: 
 
 
 def fewest_packs(tokens: IntArray, most_tokens: int) -> int:
-    """Return how many packs first-fit decreasing needs."""
+    """Return the number of packs that first-fit decreasing needs."""
     return int(first_fit_decreasing(tokens, most_tokens).max()) + 1
 
 
 def _without_empty(parts: list[list[int]]) -> list[list[int]]:
-    """Give each empty part half the items of the part that has most; there are items enough."""
+    """Fill each empty part with half the items of the part that has most; there must be as many items as parts."""
     parts = [list(part) for part in parts]
     for part in parts:
         if not part:
@@ -65,7 +65,7 @@ def _without_empty(parts: list[list[int]]) -> list[list[int]]:
 def _exchanged(
     parts: list[list[int]], seconds: FloatArray, tokens: IntArray, most_tokens: float, *, moves: bool
 ) -> list[list[int]]:
-    """Swap items of the slowest part for quicker ones of another, or move one there, as long as that lowers both."""
+    """Swap items of the slowest part with faster ones of others, or move items, while that reduces the maximum."""
     total = np.array([seconds[part].sum() for part in parts])
     for _ in range(_MOST_EXCHANGES * len(parts)):
         slowest = int(total.argmax())
@@ -87,17 +87,17 @@ def _exchange(
     most_tokens: float,
     moves: bool,
 ) -> bool:
-    """Make the best exchange between the slowest part and another; return whether there was one."""
+    """Apply the best exchange between the slowest part and another; return whether there was one."""
     slow, other = (parts[index] for index in pair)
     gap = total[pair[0]] - total[pair[1]]
-    # Item j = len(other) is empty: a move.
+    # Column j = len(other) stands for a move without an item in return.
     back_seconds = np.append(seconds[other], 0.0 if moves and len(slow) > 1 else np.inf)
     back_tokens = np.append(tokens[other], 0)
     shift = seconds[slow][:, None] - back_seconds[None, :]
     held = [int(tokens[part].sum()) for part in (slow, other)]
     moved = tokens[slow][:, None] - back_tokens[None, :]
     fits = (held[0] - moved <= most_tokens) & (held[1] + moved <= most_tokens)
-    # The remaining gap is |gap - 2 shift|; to gain anything, a shift lies between 0 and the gap.
+    # The new gap is |gap - 2 shift|, which is smaller only if the shift is between 0 and the gap.
     rest = np.where(fits & (shift > 1e-12 * gap) & (shift < gap * (1 - 1e-12)), np.abs(gap - 2 * shift), np.inf)
     best = int(rest.argmin())
     if not np.isfinite(rest.flat[best]):
@@ -115,6 +115,6 @@ def _exchange(
 
 
 def slowest_first(parts: Sequence[list[int]], seconds: FloatArray) -> list[list[int]]:
-    """Return the parts in falling order of their seconds, the items of each ascending."""
+    """Return the parts by descending seconds, with the items of each ascending."""
     order = sorted(range(len(parts)), key=lambda at: (-float(seconds[parts[at]].sum()), at))
     return [sorted(parts[at]) for at in order]

@@ -1,7 +1,7 @@
-"""slime's split of a rollout over data-parallel ranks, answered with the prices of a cost profile.
+"""Replacement for slime's split of rollouts over data-parallel ranks, balanced by the prices of a cost profile.
 
-`build_dp_schedule` has the arguments and the answer of `slime.utils.dp_schedule.build_dp_schedule`: every rank runs
-equally many micro-batches in a step, none empty, which a virtual pipeline wants in multiples.
+`build_dp_schedule` has the signature of `slime.utils.dp_schedule.build_dp_schedule`. Every rank runs equally many
+micro-batches per step, none of them empty; a virtual pipeline needs a multiple of its group size.
 
     from functools import partial
     schedule = partial(build_dp_schedule, planner)
@@ -32,20 +32,23 @@ def build_dp_schedule(
     rollout_indices: Sequence[int],
     sample_is_multimodal: Sequence[bool] | None = None,
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
-    """Return each rank's samples, its micro-batches as positions among them, and by step their number and the rollouts.
+    """Return the schedule of all steps, in slime's format.
 
     Args:
-        planner: gives the prices; one of `phase="forward"` for log-probabilities.
-        args: gives `max_tokens_per_gpu`; `use_dynamic_batch_size` must be on.
+        planner: source of prices; use one with `phase="forward"` for log-probabilities.
+        args: slime's arguments: `max_tokens_per_gpu`, and `use_dynamic_batch_size`, which must be on.
         train_parallel_config: `dp_size`, `cp_size`, `vpp_size` and `microbatch_group_size_per_vp_stage`.
         total_lengths: tokens of each sample.
-        global_batch_size: rollouts of a step; a last, partial step is dropped.
-        rollout_indices: the rollout of each sample, whose samples share a step.
-        sample_is_multimodal: whether each sample is; None: none is.
+        global_batch_size: rollouts per step; a partial last step is dropped.
+        rollout_indices: rollout of each sample; samples of a rollout share a step.
+        sample_is_multimodal: whether each sample is multimodal; None: none is.
+
+    Returns:
+        Samples of each rank; its micro-batches, as positions in that list; for each step the micro-batches per rank;
+        for each step the rollouts.
 
     Raises:
-        UsageError: a setting that this split does not know, fewer rollouts than a step takes, or fewer samples than its
-            micro-batches.
+        UsageError: a setting is unsupported, or there are too few rollouts for a step or samples for its micro-batches.
     """
     _require_known(args, sample_is_multimodal)
     ranks = train_parallel_config["dp_size"]
@@ -99,8 +102,11 @@ def _steps(rollout_indices: Sequence[int], global_batch_size: int) -> list[list[
 def _split(
     seconds: FloatArray, lengths: IntArray, ranks: int, multiple: int, most_tokens: int
 ) -> list[list[list[int]]] | None:
-    """Return equally many packs for each rank: of its share of the sequences, else of packs that are shared out."""
-    cap = np.minimum(lengths, most_tokens)  # a longer one is a pack by itself
+    """Return equally many packs for each rank, or None if there are too few sequences.
+
+    Packs each rank's share of the sequences, or if that fails, distributes packs of all sequences over the ranks.
+    """
+    cap = np.minimum(lengths, most_tokens)  # longer sequences are packs by themselves
     number = -(-fewest_packs(cap, most_tokens) // (ranks * multiple)) * multiple
     while number * ranks <= len(lengths):
         shares = [np.array(part, dtype=np.int64) for part in level_parts(seconds, ranks)]

@@ -1,10 +1,10 @@
-"""The two call sites at which verl spreads sequences, answered with the prices of a cost profile.
+"""Replacements for verl's two functions that balance sequences, using the prices of a cost profile.
 
     balancing = VerlBalancing(planner)
     seqlen_balancing.get_seqlen_balanced_partitions = balancing.get_seqlen_balanced_partitions
     seqlen_balancing.rearrange_micro_batches = balancing.rearrange_micro_batches
 
-before verl's trainer and workers are imported, which take the functions by name. The arguments are those of verl 0.9.
+Patch them before importing verl's trainer and workers, which import the functions by name. Signatures as in verl 0.9.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.rollouts.levelling import fewest_packs, level_packs, level_parts, slowest_first
 
-_WORK_PER_TOKEN = 24576  # verl weighs a sequence of L tokens as 24576 L + L^2, a model of 7B's
+_WORK_PER_TOKEN = 24576  # verl's workload of L tokens is 24576 L + L^2, from a 7B model
 
 
 class VerlBalancing:
-    """verl's functions of the same names. `planner` gives the prices: one of `phase="forward"` for log-probabilities.
+    """Drop-in replacements for verl's functions of the same names.
 
     Args:
-        planner: the planner of the model's profile.
-        select: the function from a batch and positions to the batch of those; None: verl's own.
+        planner: source of prices; use one with `phase="forward"` for log-probabilities.
+        select: function that returns the given positions of a batch; None: verl's own.
     """
 
     def __init__(self, planner: Planner, *, select: Callable[[Any, list[int]], Any] | None = None) -> None:
@@ -39,15 +39,15 @@ class VerlBalancing:
     def get_seqlen_balanced_partitions(
         self, seqlen_list: Sequence[float], k_partitions: int, equal_size: bool
     ) -> list[list[int]]:
-        """Return the positions of each part, ascending.
+        """Return the positions of the sequences in each part, ascending.
 
         Args:
             seqlen_list: workloads that verl's trainers compute from lengths.
-            k_partitions: data-parallel ranks.
-            equal_size: let all parts have equally many sequences.
+            k_partitions: number of parts, the data-parallel size.
+            equal_size: whether all parts get equally many sequences.
 
         Raises:
-            UsageError: there are fewer sequences than parts, their number is no multiple, or they are no workloads.
+            UsageError: there are fewer sequences than parts, parts cannot be equal, or a value is not a verl workload.
         """
         count = len(seqlen_list)
         if count < k_partitions:
@@ -70,21 +70,21 @@ class VerlBalancing:
         use_dynamic_bsz_balance: bool = True,
         **grouping: int,
     ) -> tuple[list[Any], list[list[int]]]:
-        """Return a rank's micro-batches, and the positions of each.
+        """Return a rank's micro-batches, and the positions of each one's sequences.
 
         Args:
-            batch: the batch with `input_ids`, nested or with an `attention_mask`.
-            max_token_len: the most tokens of a micro-batch.
-            dp_group: ranks that run equally many micro-batches, if `same_micro_num_in_dp`.
-            num_batches_divided_by: their number is a multiple of it.
+            batch: batch with `input_ids`, nested or with an `attention_mask`.
+            max_token_len: token limit of a micro-batch.
+            dp_group: process group whose ranks run equally many micro-batches, if `same_micro_num_in_dp`.
+            num_batches_divided_by: required divisor of the number of micro-batches.
             same_micro_num_in_dp: see `dp_group`.
-            min_num_micro_batch: the fewest.
-            use_dynamic_bsz_balance: put the quickest at both ends, as pipelines want them.
-            grouping: `force_group_size`: so many sequences that follow each other stay together.
+            min_num_micro_batch: least number of micro-batches.
+            use_dynamic_bsz_balance: whether to put the fastest at both ends, which suits pipelines.
+            grouping: `force_group_size`: number of consecutive sequences that stay together.
 
         Raises:
-            UsageError: a sequence (or group) has too many tokens, or there are too few for the micro-batches; on all
-                ranks of the group.
+            UsageError: on all ranks of the group if a sequence (or group of them) has too many tokens, or if there are
+                too few for the micro-batches; on this rank alone if arguments or group size do not fit.
         """
         lengths = _batch_lengths(batch)
         size = grouping.pop("force_group_size", 1)
@@ -122,10 +122,10 @@ class VerlBalancing:
 
 
 def lengths_of_workloads(workloads: Sequence[float]) -> IntArray:
-    """Return the tokens of sequences of which verl computed the workloads 24576 L + L^2.
+    """Return the lengths L of sequences from verl's workloads 24576 L + L^2.
 
     Raises:
-        UsageError: one is no workload of any number of tokens.
+        UsageError: a value is not the workload of a whole number of tokens.
     """
     given = np.array([float(one) for one in workloads])
     half = _WORK_PER_TOKEN / 2
@@ -147,7 +147,7 @@ def _batch_lengths(batch: Any) -> IntArray:
 
 
 def _agreement(group: Any) -> Callable[[int], int]:
-    """Return a function for the maximum of a number over the group's ranks, which all call it."""
+    """Return a collective function that computes the maximum of a number over a process group."""
     import torch
     import torch.distributed as dist
 
