@@ -1,6 +1,6 @@
-"""The longest paths of `pipeline`, and swaps along the longest of all, compiled by numba on their first call and kept.
+"""Compiled longest paths of `pipeline`, and local search along the critical path.
 
-Imported only there.
+Imported by `pipeline` only, and lazily.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from fcp_cli.compiling.compile import kernel, leaf
 
 
 class Graph(NamedTuple):
-    """A step of replicas with pipelines, L blocks of layers each; `operation` numbers a micro-batch's operations.
+    """Dependency graph of a step on replicas with pipelines of L blocks; operations are numbered by `order.operation`.
+
+    An entry is a (micro-batch, replica) pair, ordered as in the micro-batches' groups.
 
     Attributes:
-        rank_offsets: the rank offsets of the micro-batches' groups, whose members are entries.
-        base: [entries] the row of `turns` at which the micro-batch's operations on that replica stand.
-        rank_first: [entries] where the micro-batches of that replica begin in `rank_microbatches`, in order.
-        durations: [microbatches, 2 L]. sends: [microbatches].
-        left: [microbatches, 2 L] the least from the beginning of an operation to the end of its micro-batch's last.
-        following: [2 L] the operation of the same micro-batch that follows; -1 after the last backward.
-        is_sent: [2 L] whether its result goes to another device first.
-        meets: senders and receivers meet.
-        turns: [rows, 6] as `order.turns_of` has them.
+        rank_offsets: [microbatches + 1] offsets of the entries of each micro-batch.
+        base: [entries] first row in `turns` of the micro-batch's operations on the replica.
+        rank_first: [entries] offset of the replica's micro-batches in `rank_microbatches`.
+        rank_microbatches: micro-batches of each replica in execution order, concatenated.
+        durations: [microbatches, 2 L] seconds of each operation.
+        left: [microbatches, 2 L] least seconds from the start of an operation to the end of its micro-batch.
+        sends: [microbatches] seconds of a message.
+        following: [2 L] next operation of the same micro-batch; -1 after the last backward.
+        is_sent: [2 L] whether the result is sent to another device.
+        meets: whether sends block sender and receiver.
+        turns: [rows, 6] see `order.turns_of`.
     """
 
     rank_offsets: IntArray
@@ -43,10 +47,10 @@ class Graph(NamedTuple):
 
 @kernel
 def longest_paths(graph: Graph, limit: float) -> Any:
-    """Return for each operation, [microbatches x 2 L], its start, its idle wait, and its last dependency.
+    """Return [microbatches x 2 L] start, number of unmet dependencies, and last dependency of each operation.
 
-    The last is the number of an operation, i * 2 L + c; -1 if one begins at once. A step that takes more than
-    `limit` is given up, with the operation that shows it begun at infinity.
+    Unmet dependencies are 0 unless there is a deadlock. The last dependency is an index i * 2 L + c, or -1 without any.
+    If the step must exceed `limit`, the simulation stops and sets the start of the current operation to infinity.
     """
     rank_offsets, base, rank_first, turns = graph.rank_offsets, graph.base, graph.rank_first, graph.turns
     following, is_sent, durations = graph.following, graph.is_sent, graph.durations
@@ -80,7 +84,7 @@ def longest_paths(graph: Graph, limit: float) -> Any:
             late = sends
             if graph.meets and turns[row, 2]:
                 late = max(sends, graph.sends[of])
-                if turns[row, 3] >= 0:  # the sender continues once this device receives
+                if turns[row, 3] >= 0:  # a blocked sender continues once this device has received
                     then = graph.rank_microbatches[first + turns[row, 4]]
                     at = then * per + turns[row, 3]
                     top = _tell(at, end + graph.sends[of], node, start, missing, cause, stack, top)
@@ -90,7 +94,7 @@ def longest_paths(graph: Graph, limit: float) -> Any:
 
 @kernel
 def seconds_of(graph: Graph, limit: float) -> float:
-    """Return the end of a step; infinite if it never ends, or takes more than `limit`."""
+    """Return the end of a step; infinite on a deadlock or beyond `limit`."""
     per = len(graph.following)
     start, missing, _cause = longest_paths(graph, limit)
     last = 0.0
@@ -103,7 +107,7 @@ def seconds_of(graph: Graph, limit: float) -> float:
 
 @kernel
 def _dependencies(graph: Graph) -> Int32Array:
-    """Return [microbatches x 2 L] how many operations each waits for."""
+    """Return [microbatches x 2 L] the number of dependencies of each operation."""
     per, count = len(graph.following), len(graph.rank_offsets) - 1
     missing = np.zeros(count * per, dtype=np.int32)
     for i in range(count):
@@ -118,7 +122,7 @@ def _dependencies(graph: Graph) -> Int32Array:
 
 @leaf
 def _tell(node: int, earliest: float, by: int, start: Any, missing: Any, cause: Any, stack: Any, top: int) -> int:
-    """Release the operations that wait for a finished one; return the new height of the stack of ready ones."""
+    """Meet one dependency of an operation, pushing it on the stack once it is ready; return the new stack height."""
     if earliest > start[node]:
         start[node] = earliest
         cause[node] = by
@@ -131,19 +135,20 @@ def _tell(node: int, earliest: float, by: int, start: Any, missing: Any, cause: 
 
 @kernel
 def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_runs: int) -> Any:
-    """Swap micro-batches on the critical path with their neighbours while that shortens the step.
+    """Swap micro-batches on the critical path with neighbours while that shortens the step.
 
-    All replicas run a micro-batch in each wave. Those of two waves that share replicas change places together, so that
-    waves stay waves.
+    Every replica runs one micro-batch per wave. Micro-batches of the two waves that share replicas are swapped
+    together, which preserves this.
 
     Args:
-        graph: the graph whose `base` and `rank_microbatches` are changed.
-        ranks: [entries] the replica of each.
-        waves: the waves that each replica runs.
-        reach: how many waves away a neighbour may be.
-        most_runs: the most runs of the step, in all.
+        graph: dependency graph; `base` and `rank_microbatches` are modified in place.
+        ranks: [entries] replica of each entry.
+        waves: number of waves.
+        reach: largest distance of a swap, in waves.
+        most_runs: limit of simulated candidates.
 
-    Returns: [microbatches] the wave of each.
+    Returns:
+        [microbatches] the new wave of each.
     """
     per = len(graph.following)
     path = np.empty(len(graph.rank_offsets) - 1, dtype=np.int64)
@@ -175,7 +180,7 @@ def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_
 
 @kernel
 def _swap(graph: Graph, ranks: Any, rank: int, here: int, there: int, waves: int, marks: Any, mark: int) -> None:
-    """Let a replica's micro-batches of two waves change places, and those of all that share one with them there."""
+    """Swap a replica's micro-batches of two waves, and those of all replicas transitively connected by rings there."""
     per = len(graph.following)
     queue = np.empty(len(marks), dtype=np.int64)
     queue[0], size, at = rank, 1, 0
@@ -202,7 +207,7 @@ def _swap(graph: Graph, ranks: Any, rank: int, here: int, there: int, waves: int
 
 @kernel
 def _critical(graph: Graph, limit: float, path: IntArray) -> Any:
-    """Return the seconds of a step, and how many micro-batches of its critical path are in `path`, last ones first."""
+    """Return seconds and critical path length of a step; write the path's micro-batches to `path`, last first."""
     per = len(graph.following)
     start, _missing, cause = longest_paths(graph, limit)
     seconds, last = 0.0, 0

@@ -1,4 +1,4 @@
-"""Lays a batch out as micro-batches of like length, for pipelines; compiled by numba on the first call and kept."""
+"""Layout of a batch as micro-batches of about equal seconds for pipelines; compiled by numba and cached on disk."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fcp_cli.compiling.compile import kernel, leaf
 
 
 class Replicas(NamedTuple):
-    """The replicas, and the blocks of them that rings may use.
+    """Replicas, and the blocks of contiguous replicas that rings may use.
 
     Attributes:
-        num_ranks: replicas.
-        tokens: the tokens that each may hold in a micro-batch.
+        num_ranks: number of replicas.
+        tokens: token budget of a replica.
         microbatch_seconds: fixed seconds of a micro-batch.
-        blocks_of: [degrees + 1] where the blocks of each degree begin in `firsts`; degrees are numbered, 0 is 1.
-        degrees: [degrees] ranks of a block.
+        blocks_of: [degrees + 1] offsets of each degree's blocks in `firsts`; index 0 is degree 1.
+        degrees: [degrees] replicas of a block.
         firsts: [blocks] first rank of each block.
     """
 
@@ -31,13 +31,13 @@ class Replicas(NamedTuple):
 
 
 class AssignedSequences(NamedTuple):
-    """A batch, with the block chosen for each sequence.
+    """A batch, with the degree chosen for each sequence.
 
     Attributes:
-        order: rings by falling degree, then the rest by falling work.
-        column: [sequences] the number of its degree.
-        seconds: [sequences] alone on such a block.
-        work, tokens: [sequences] on one rank.
+        order: [sequences] rings by descending degree, then the rest by descending work.
+        column: [sequences] index of the degree in `Replicas.degrees`; 0 without a ring.
+        seconds: [sequences] seconds as a micro-batch by itself on a block of that degree.
+        work, tokens: [sequences] single-rank seconds, and tokens.
     """
 
     order: IntArray
@@ -49,18 +49,18 @@ class AssignedSequences(NamedTuple):
 
 @kernel
 def lay(length: float, wait: float, share: float, sequences: AssignedSequences, replicas: Replicas) -> Any:
-    """Put rings on blocks, each on the block that is ready first, and all else into micro-batches of one length.
+    """Place each ring on the block that is ready first, and pack all other sequences into micro-batches of `length`.
 
     Args:
-        length: seconds of the micro-batches outside rings.
-        wait: how many times a replica waits for the excess of its longest micro-batch over `length`; where that is
-            nothing, all replicas run equally many micro-batches.
-        share: the share by which all else counts that runs on a replica that waits so.
-        sequences: the sequences to lay out.
-        replicas: where.
+        length: target seconds of a micro-batch without a ring.
+        wait: idle time of a replica per second by which its longest micro-batch exceeds `length`; if 0, replicas are
+            filled up to equal numbers of micro-batches.
+        share: weight of other work on a replica with such idle time, which part of that work fills.
+        sequences: sequences to lay out.
+        replicas: replicas and blocks.
 
     Returns:
-        [sequences] the micro-batch of each; [micro-batches] wave, first rank and ranks of each; how many there are.
+        [sequences] micro-batch of each; [micro-batches] wave, first rank and degree of each; number of micro-batches.
     """
     n = len(sequences.order)
     of, wave = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
@@ -108,17 +108,17 @@ def lay(length: float, wait: float, share: float, sequences: AssignedSequences, 
 def _shared_out(
     rings: int, length: float, ready: FloatArray, share: FloatArray, sequences: AssignedSequences, replicas: Replicas
 ) -> Any:
-    """Give each sequence without a ring to the rank that would be ready first; return them rank by rank, with offsets.
+    """Assign each sequence without a ring to the rank that is ready first; return them by rank, with offsets.
 
     Args:
-        rings: how many sequences have one, the first ones.
-        ready: [ranks] seconds.
-        share: [ranks] by which work counts there.
+        rings: number of sequences with a ring, which come first.
         length, sequences, replicas: see `lay`.
+        ready: [ranks] seconds of the work assigned so far.
+        share: [ranks] weight of further work on the rank.
     """
     short = sequences.order[rings:]
     beta = replicas.microbatch_seconds
-    overhead = 1.0 + beta / max(length - beta, 1e-12)  # of a second of work, its part of a micro-batch's
+    overhead = 1.0 + beta / max(length - beta, 1e-12)  # fixed seconds of micro-batches, spread over their work
     heap, ready = _by_falling(-ready), ready.copy()
     rank_of = np.empty(len(short), dtype=np.int64)
     offsets = np.zeros(replicas.num_ranks + 1, dtype=np.int64)
@@ -139,7 +139,7 @@ def _shared_out(
 
 @kernel
 def _by_falling(values: FloatArray) -> IntArray:
-    """Return the positions of a few values, the largest first; `np.argsort` takes a second to compile."""
+    """Return the indices of a few values, largest first; `np.argsort` would take a second to compile."""
     order = np.empty(len(values), dtype=np.int64)
     for k in range(len(values)):
         at = k
@@ -152,7 +152,7 @@ def _by_falling(values: FloatArray) -> IntArray:
 
 @leaf
 def _sink(heap: IntArray, ready: FloatArray) -> None:
-    """Restore a heap of ranks, the one first that is ready first, whose first has become ready later."""
+    """Sift down the root of a min-heap of ranks by `ready`, after its value has increased."""
     at, rank = 0, heap[0]
     while 2 * at + 1 < len(heap):
         child = 2 * at + 1
@@ -167,7 +167,7 @@ def _sink(heap: IntArray, ready: FloatArray) -> None:
 
 @leaf
 def _packs_of(members: IntArray, length: float, sequences: AssignedSequences, replicas: Replicas) -> int:
-    """Return into how many micro-batches of a length a rank's sequences go, or as many as hold their tokens."""
+    """Return the number of micro-batches of about `length` seconds for a rank's sequences; more if tokens need it."""
     work, tokens = 0.0, 0
     for k in members:
         work += sequences.work[k]
@@ -181,9 +181,9 @@ def _packs_of(members: IntArray, length: float, sequences: AssignedSequences, re
 def _packed(
     members: IntArray, packs: int, number: int, of: IntArray, sequences: AssignedSequences, replicas: Replicas
 ) -> int:
-    """Make a rank's sequences, longest first, micro-batches of like length within its tokens; return how many.
+    """Pack a rank's sequences, by descending work, into balanced micro-batches within its token budget.
 
-    They are numbered from `number`, the longest first, in `of`.
+    Writes their numbers to `of`, from `number` on, slowest first. Returns the number of micro-batches.
     """
     work, tokens = np.zeros(packs + len(members)), np.zeros(packs + len(members), dtype=np.int64)
     for k in members:
@@ -211,26 +211,26 @@ ORDERS = 8
 
 @kernel
 def places(kind: int, lasts: FloatArray, is_whole: Any) -> Any:
-    """Put the waves of each part of a step into an order by length: rising up to the longest, then falling.
+    """Order the waves of each part of a step by length: ascending up to the longest, then descending.
 
     Args:
-        kind: 0 to ORDERS - 1, which waves come after the longest.
-        lasts: [parts, waves] seconds.
-        is_whole: [parts, waves] whether all replicas of the part have work; the other waves come last.
+        kind: 0 to ORDERS - 1, selects the waves that come after the longest.
+        lasts: [parts, waves] seconds of each wave.
+        is_whole: [parts, waves] whether all replicas of the part have work; other waves come last.
 
     Returns:
-        [parts, waves] the place of each wave.
+        [parts, waves] position of each wave.
     """
     found = np.empty(lasts.shape, dtype=np.int64)
     for part in range(len(lasts)):
         falling = _by_falling(lasts[part])
         count, after = is_whole[part].sum(), 0
         nth, front, back = -1, 0, count - 1
-        for wave in falling[::-1]:  # the shortest first, from both ends
+        for wave in falling[::-1]:  # shortest first, filling positions from both ends
             if not is_whole[part, wave]:
                 continue
             nth += 1
-            at = count - 2 - nth  # among those behind the longest
+            at = count - 2 - nth  # rank by length, with 0 for the second longest
             is_after = (
                 (kind == 0 and at % 3 == 2)
                 or kind == 2
@@ -255,7 +255,7 @@ def places(kind: int, lasts: FloatArray, is_whole: Any) -> Any:
 
 @kernel
 def parts_of(count: int, rank_offsets: IntArray, ranks: Any) -> IntArray:
-    """Return [replicas] the number of the part of each: replicas of different parts are joined by no rings."""
+    """Return [replicas] the index of each replica's part: the connected components of replicas that share rings."""
     part = np.arange(count)
     for ring in range(len(rank_offsets) - 1):
         first, stop = rank_offsets[ring], rank_offsets[ring + 1]

@@ -1,8 +1,8 @@
-"""The order in which each device of a pipeline runs forwards and backwards: 1F1B, plain or interleaved.
+"""Schedule of forwards and backwards on each device of a pipeline: 1F1B, plain or interleaved.
 
-As Megatron's schedules have it (`pipeline_parallel/schedules.py`): device s runs min(P - 1 - s, m) forwards ahead, then
-one forward and one backward in turn, then the backwards that are left. Interleaved, a device holds V chunks of layers,
-goes through them P micro-batches at a time, and runs min(2 (P - 1 - s) + (V - 1) P, mV) forwards ahead.
+As in Megatron's `pipeline_parallel/schedules.py`: device s runs min(P - 1 - s, m) warm-up forwards, then alternates one
+forward and one backward, then runs the remaining backwards. In the interleaved schedule a device holds V chunks of
+layers, runs P micro-batches through each in turn, and has min(2 (P - 1 - s) + (V - 1) P, mV) warm-up forwards.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ FORWARD, BACKWARD = 0, 1
 
 
 def operation(layer_block: int, kind: int) -> int:
-    """Number an operation of a micro-batch: 2 per block of layers, of which a pipeline has P x V."""
+    """Return the index of an operation of a micro-batch: 2 per block of layers, for P x V blocks."""
     return 2 * layer_block + kind
 
 
 @lru_cache(maxsize=4096)
 def device_order(stages: int, chunks: int, microbatches: int) -> IntArray:
-    """Return the operations of each device in order, [stages, 2 * microbatches * chunks].
+    """Return [stages, 2 * microbatches * chunks] the operations of each device, in execution order.
 
-    An entry is j * 2PV + `operation`: of the j-th micro-batch of the replica. Block c * P + s lies on device s.
+    An entry is j * 2PV + `operation` for the j-th micro-batch of the replica. Block c * P + s is on device s.
 
     Args:
-        stages: P, devices of a replica's pipeline.
-        chunks: V, blocks of layers on each of them; 1 is plain 1F1B.
-        microbatches: m, of the replica.
+        stages: P, pipeline stages of a replica.
+        chunks: V, blocks of layers per stage; 1 is plain 1F1B.
+        microbatches: m, number of micro-batches of the replica.
     """
     per = 2 * stages * chunks
     total = microbatches * chunks
@@ -49,18 +49,18 @@ def device_order(stages: int, chunks: int, microbatches: int) -> IntArray:
 
 
 def _turn(turn: int, stages: int, chunks: int, microbatches: int) -> tuple[int, int]:
-    """Return micro-batch and chunk of a device's `turn`: P micro-batches pass a chunk before the next chunk's turn."""
+    """Return (micro-batch, chunk) of a device's `turn`-th forward or backward: P micro-batches per chunk in turn."""
     if chunks == 1:
         return turn, 0
     round_, within = divmod(turn, stages * chunks)
-    size = min(stages, microbatches - round_ * stages)  # of the last round, fewer may be left
+    size = min(stages, microbatches - round_ * stages)  # the last round may be partial
     chunk, offset = divmod(within, size)
     return round_ * stages + offset, chunk
 
 
 @lru_cache(maxsize=64)
 def following_operations(stages: int, chunks: int) -> tuple[IntArray, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-    """Return [2PV] which operation of the same micro-batch follows each, -1 after the last; and whether it is sent."""
+    """Return [2PV] the next operation of the same micro-batch (-1: none), and [2PV] whether that needs a send."""
     blocks = stages * chunks
     forwards, backwards = range(0, 2 * blocks, 2), range(2 * blocks - 1, 0, -2)
     path = [*forwards, *backwards]
@@ -71,20 +71,20 @@ def following_operations(stages: int, chunks: int) -> tuple[IntArray, np.ndarray
 
 @lru_cache(maxsize=4096)
 def turns_of(stages: int, chunks: int, microbatches: int) -> Int32Array:
-    """Return the successors of each operation of a replica, [microbatches * 2PV, 6].
+    """Return [microbatches * 2PV, 6] the successors of each operation of a replica.
 
-    Of operation c of the j-th micro-batch, row j * 2PV + c says:
-        0, 1: the operation that its device runs next, and of which micro-batch; -1: none.
-        2: whether that receives a message.
-        3, 4: next operation of that message's sender, and its micro-batch; -1: none.
-        5: how many other operations, where senders and receivers meet, hold this one back on its own device.
+    Row j * 2PV + c describes operation c of the j-th micro-batch:
+        0, 1: next operation on the same device, and its micro-batch; -1: none.
+        2: whether that next operation receives a message.
+        3, 4: operation that the sender of the message runs next, and its micro-batch; -1: none.
+        5: number of dependencies of this operation from the device order, including blocking sends of plain 1F1B.
     """
     order = device_order(stages, chunks, microbatches)
     per = 2 * stages * chunks
     follows, is_sent = following_operations(stages, chunks)
     after = np.full(microbatches * per, -1, dtype=np.int64)
     after[order[:, :-1]] = order[:, 1:]
-    preceding = np.full(per, -1, dtype=np.int64)  # the operation that sends to each
+    preceding = np.full(per, -1, dtype=np.int64)  # sender of the message that each receives
     preceding[follows[is_sent]] = np.flatnonzero(is_sent)
     turns = np.full((len(after), 6), -1, dtype=np.int32)
     turns[:, 2], turns[:, 5] = 0, 0

@@ -1,13 +1,12 @@
-"""Runs a step of replicas with pipelines, event by event, exactly.
+"""Exact simulation of a step on replicas with pipelines.
 
-Each replica runs its micro-batches in its own order through P stages (`order`). A forward waits for that of the block
-before, a backward for that of the block after, each sent on in `send_seconds`; a device does one thing at a time; and a
-ring's forward or backward begins on a block when all its replicas have reached it there. So when an operation begins is
-the longest path to it through a graph without time in it, and where the graph has a circle, the replicas wait for each
-other for ever.
+Each replica runs its micro-batches in its own order through P stages (`order`). A forward depends on the forward of the
+previous block and a backward on the backward of the next one, each plus `send_seconds`. A device runs one operation at
+a time. A ring's operation on a block starts once all its replicas have reached it. The start of an operation is thus
+the longest path to it in a static dependency graph, and a cycle in the graph is a deadlock of replicas.
 
-Plain 1F1B sends as Megatron does: sender and receiver meet, and both block until the message is through. The
-interleaved schedule sends in the background.
+Plain 1F1B has blocking sends, as in Megatron: sender and receiver both wait until the message is transferred. The
+interleaved schedule overlaps sends with computation.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipelines:
-    """The micro-batches of a step on replicas with pipelines.
+    """Micro-batches of a step on replicas with pipelines.
 
     Attributes:
-        stages, chunks: P devices of a replica, and V blocks of layers on each; L = P x V.
-        num_ranks: replicas.
+        stages, chunks: P stages of a replica, and V blocks of layers on each; L = P x V.
+        num_ranks: number of replicas.
         rank_offsets, ranks: micro-batch i runs on the replicas `ranks[rank_offsets[i]:rank_offsets[i + 1]]`.
-        forward_seconds, backward_seconds: [microbatches, L] of each block.
-        send_seconds: [microbatches] from one block to the next, or back.
+        forward_seconds, backward_seconds: [microbatches, L] seconds of each block.
+        send_seconds: [microbatches] seconds of a message between adjacent blocks.
     """
 
     stages: int
@@ -49,12 +48,12 @@ class Pipelines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """When everything happens.
+    """Simulated timeline of a step.
 
     Attributes:
         forward_start, backward_start: [microbatches, L] seconds from the start of the step.
-        makespan_seconds: when the last operation ends; infinite where replicas wait for each other for ever.
-        stuck: micro-batches that never end; empty if none waits for ever.
+        makespan_seconds: end of the last operation; infinite on a deadlock.
+        stuck: deadlocked micro-batches, or empty.
     """
 
     forward_start: FloatArray
@@ -64,8 +63,8 @@ class Run:
 
 
 def run(pipelines: Pipelines) -> Run:
-    """Run a step."""
-    from fcp_cli.simulation.kernel import longest_paths  # compiled by numba, which takes a while to load
+    """Simulate a step."""
+    from fcp_cli.simulation.kernel import longest_paths  # lazy: numba is slow to import
 
     graph = graph_of(pipelines)
     start, missing, _cause = longest_paths(graph, np.inf)
@@ -80,22 +79,22 @@ def run(pipelines: Pipelines) -> Run:
 
 
 def makespan_seconds(pipelines: Pipelines, limit: float = np.inf) -> float:
-    """Return the end of a step; infinite where replicas wait for each other for ever, or it takes more than `limit`."""
+    """Return the end of a step; infinite on a deadlock or beyond `limit`, which stops the simulation early."""
     from fcp_cli.simulation.kernel import seconds_of
 
     return float(seconds_of(graph_of(pipelines), limit))
 
 
 def better_places(pipelines: Pipelines, *, reach: int, most_runs: int) -> IntArray:
-    """Let micro-batches on the critical path change places with their neighbours while that ends the step sooner.
+    """Reorder micro-batches by local search: swap those on the critical path with neighbours while the step shortens.
 
     Args:
-        pipelines: a step of waves, in each of which every replica runs one micro-batch, in this order.
-        reach: how many waves away a neighbour may be.
-        most_runs: the most runs of the step, in all.
+        pipelines: step of waves in order, with one micro-batch of every replica in each.
+        reach: largest distance of a swap, in waves.
+        most_runs: limit of simulated candidates.
 
     Returns:
-        [microbatches] the wave of each.
+        [microbatches] the new wave of each.
     """
     from fcp_cli.simulation import kernel
 
@@ -104,7 +103,7 @@ def better_places(pipelines: Pipelines, *, reach: int, most_runs: int) -> IntArr
 
 
 def graph_of(pipelines: Pipelines) -> Graph:
-    """Lay a step out as the compiled simulation reads it."""
+    """Return a step in the form of the compiled simulation."""
     from fcp_cli.simulation.kernel import Graph
 
     p = pipelines
@@ -139,7 +138,7 @@ def graph_of(pipelines: Pipelines) -> Graph:
 
 @lru_cache(maxsize=256)
 def _turns(stages: int, chunks: int, counts: tuple[int, ...]) -> tuple[IntArray, Int32Array]:
-    """Return the turns of replicas with each of these numbers of micro-batches, and the row where each begins."""
+    """Return the first row for each number of micro-batches, and the concatenated `turns_of` of all of `counts`."""
     tables = [turns_of(stages, chunks, m) for m in counts]
     first = np.full(counts[-1] + 1, -1, dtype=np.int64)
     first[list(counts)] = np.cumsum([0, *map(len, tables[:-1])])
