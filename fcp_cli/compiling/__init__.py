@@ -1,1 +1,1 @@
-"""Compiles inner loops of the planner and of pipelines."""
+"""Compilation of inner loops of the planner and the pipeline simulation."""

@@ -1,9 +1,9 @@
-"""Compiles inner loops, the planner's and the pipelines': on their first call, and kept on disk for later runs.
+"""Decorators that compile inner loops on their first call and cache them on disk.
 
-Without fast-math and without threads: every machine computes the same bits, so every machine makes the same plan. And
-for any processor of an architecture, not for the one at hand: kernels of a wheel (`make wheel`), or of a home folder
-that machines share, then serve all of them, and are as quick. Other functions that numba compiles in this
-process are for any processor, too; `NUMBA_CPU_NAME=host` has all of them for the one at hand.
+No fast-math and no threads, so that results are bitwise equal and every machine makes the same plan. The target is a
+generic processor of the architecture, so that kernels in a wheel (`make wheel`) or a shared home folder work on all
+machines, without loss of speed. This applies to everything that numba compiles in this process;
+`NUMBA_CPU_NAME=host` targets the local processor instead.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ SHIPPED: Final = Path(__file__).parents[1] / "_data" / "compiled"
 """Kernels that came with the wheel, for the Python, numba and architecture that it was made on; used where all fit."""
 
 _COMPILE: Final = "numba:compile"
-_FORMULA: Final = Path(__file__).parents[1] / "cost" / "formula.py"  # compiled into functions of other folders
+_FORMULA: Final = Path(__file__).parents[1] / "cost" / "formula.py"  # compiled into kernels of other folders
 
 _CONFIG: Final[Any] = config
-if _CONFIG.CPU_NAME is None:  # unless somebody chose one by NUMBA_CPU_NAME
+if _CONFIG.CPU_NAME is None:  # unless set by NUMBA_CPU_NAME
     _CONFIG.CPU_NAME, _CONFIG.CPU_FEATURES = "generic", ""
 
 
 def kernel(function: _Function) -> _Function:
-    """Compile a function on its first call, and keep the result on disk where some folder can be written."""
+    """Compile a function on its first call and cache the result on disk if a folder is writable."""
     return cast(_Function, _compiled(function))
 
 
 def leaf(function: _Function) -> _Function:
-    """Compile, as `kernel`, a function that makes no arrays and returns none.
+    """Compile, like `kernel`, a function that neither creates nor returns arrays.
 
-    It then counts no references to the arrays that it is given, which takes longer than the body of many inner loops;
-    one that does make an array fails to compile.
+    Skips reference counting of its array arguments, which can take longer than the body of an inner loop. A function
+    that creates an array fails to compile.
     """
     return cast(_Function, _compiled(function, _nrt=False))
 
 
 def inlined(function: _Function) -> _Function:
-    """Compile a formula into the inner loops that use it; otherwise as `leaf`."""
+    """Compile, like `leaf`, a formula that is always inlined into its callers."""
     return cast(_Function, _compiled(function, _nrt=False, forceinline=True))
 
 
 def is_kept(compiled: Any) -> bool:
-    """Return whether an earlier run, or the wheel, left this function compiled, from the same sources, on disk."""
-    kept = getattr(compiled, "_cache", None)  # a plain function has none: under NUMBA_DISABLE_JIT nothing is compiled
+    """Return whether the disk cache or the wheel has this function compiled from the same sources."""
+    kept = getattr(compiled, "_cache", None)  # plain functions, under NUMBA_DISABLE_JIT, have none
     return isinstance(kept, _PackageCache) and kept.has_entries()
 
 
 @contextmanager
 def timed_loading() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the seconds since the block began in which this process loaded or compiled."""
+    """Yield a function that returns the seconds spent loading or compiling kernels since the block began."""
     listener = TimingListener()  # type: ignore[no-untyped-call]
     with install_listener(_COMPILE, listener):
         yield lambda: float(listener.duration) if listener.done else 0.0
@@ -73,22 +73,22 @@ def timed_loading() -> Iterator[Callable[[], float]]:
 
 @cache
 def package_stamp(folder: Path) -> str:
-    """Return the key of a folder's kernels: the hash of its sources, of their compilers and of the cost formula."""
+    """Return the cache stamp of a folder's kernels: a hash of its sources, this package and the cost formula."""
     sources = (*sorted(folder.rglob("*.py")), *sorted(Path(__file__).parent.glob("*.py")), _FORMULA)
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def folder_of(function: Callable[..., Any]) -> Path:
-    """Return the folder of a function and of all that it calls; of the planner's, the one around its parts."""
+    """Return the folder with a function and all its callees; for the planner's, the enclosing folder `compiled`."""
     folder = Path(inspect.getfile(function)).parent
     return next((parent for parent in folder.parents if parent.name == "compiled"), folder)
 
 
 class _Index(IndexDataCacheFile):
-    """numba's index of a function on disk; one that names classes that are gone counts as empty, and is overwritten.
+    """numba's cache index of a function; an index that refers to removed classes counts as empty and is overwritten.
 
-    It is unpickled before its stamp is compared, so that a release that renames a class could not plan where an earlier
-    one left its kernels.
+    numba unpickles an index before comparing its stamp, so without this a release that renames a class would fail on
+    the cache of an earlier one.
     """
 
     def _load_index(self) -> Any:
@@ -99,12 +99,11 @@ class _Index(IndexDataCacheFile):
 
 
 class _PackageCache(FunctionCache):
-    """numba's cache on disk, whose entries count only for one state of the whole folder that a function stands in.
+    """numba's disk cache, with entries that are valid for one state of the function's whole folder.
 
-    numba compares the file in which a function stands; but functions that it calls are compiled into it and stand in
-    other files of the folder, so that a change there would go unseen. numba has no setting for this: the stamp that its
-    index of a function carries is exchanged here. Entries under another stamp are passed over, and overwritten by the
-    next ones of their name, as numba does after a change of the file itself; nothing is deleted.
+    numba only checks the function's own file, but callees in other files are compiled into it, so their changes would
+    go unnoticed. numba has no setting for this, so the stamp of its index is replaced here. Entries with another stamp
+    are ignored and later overwritten, as numba does after a change of the file itself; nothing is deleted.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -122,7 +121,7 @@ class _PackageCache(FunctionCache):
         return any(key[1] == machine for file in (self._cache_file, self._shipped) for key in file._load_index())
 
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
-        with trigger_event(_COMPILE, data={"dispatcher": self}):  # linking takes a while, too
+        with trigger_event(_COMPILE, data={"dispatcher": self}):  # count linking as loading time, too
             found = super()._load_overload(sig, target_context)  # type: ignore[no-untyped-call]
             if found is None and self._enabled:
                 key = self._index_key(sig, target_context.codegen())  # type: ignore[no-untyped-call]
@@ -135,9 +134,9 @@ def _compiled(function: Any, **options: Any) -> Any:
     if _CONFIG.DISABLE_JIT:
         return function
     compiled: Any = Kernel(function, targetoptions={"nopython": True, "nogil": True, "boundscheck": None, **options})
-    # An OSError: not even a temporary folder can be made.
+    # OSError: not even a temporary folder can be created.
     with suppress(RuntimeError, OSError):
-        compiled._cache = _package_cache(function)  # as `enable_caching` does with numba's own
+        compiled._cache = _package_cache(function)  # like numba's `enable_caching`
     return compiled
 
 
@@ -145,8 +144,8 @@ def _package_cache(function: Any) -> _PackageCache:
     try:
         return _PackageCache(function)
     except RuntimeError:
-        # numba found no folder to write to, as in a container with a read-only file system. Kernels of the wheel are
-        # read all the same; new ones are not kept, since other users might write to a folder that all can find.
+        # No writable cache folder, for example on a read-only file system. The wheel's kernels still load. New ones go
+        # to a private folder of this process, since other users could tamper with one at a known path.
         _CONFIG.CACHE_DIR = _folder_of_this_process()
         return _PackageCache(function)
 

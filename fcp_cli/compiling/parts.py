@@ -1,9 +1,9 @@
-"""Compiles functions that call each other in one piece, so that each costs its own lines and no more.
+"""numba dispatcher that compiles functions together with their callees, in time linear in their size.
 
-numba on its own compiles every function three times over: optimised machine code with a wrapper for Python, another
-wrapper for C, and once more inside each function that calls it. A planner of 150 functions took over a minute. Here a
-function that others call is typed and lowered once; LLVM sees it as part of those that Python calls, which alone become
-machine code. Named tuples go by reference (`references`).
+By default numba compiles every function several times: to machine code with a Python wrapper, with a C wrapper, and
+again inside each caller, which took over a minute for a planner of 150 functions. Here a callee is typed and lowered
+once and linked as LLVM code into the entry points that Python calls; only those become machine code. Named tuples are
+passed by reference (`references`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fcp_cli.compiling.references import by_reference, has_reference
 
 
 class Kernel(CPUDispatcher):
-    """A compiled function: whole for Python, which alone is kept on disk, and a part of the functions that call it."""
+    """Dispatcher of a compiled function: an entry point for Python, cached on disk, and a part of compiled callers."""
 
     def __init__(self, py_func: Any, locals: Any = None, targetoptions: Any = None) -> None:
         super().__init__(py_func, locals, targetoptions)
@@ -35,12 +35,12 @@ class Kernel(CPUDispatcher):
         return by_reference(super().typeof_pyval(value))
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Return the types of a call inside another compiled function; see numba's dispatcher."""
+        """Return the call template of a call from a compiled function; overrides numba's dispatcher."""
         signature, args = self._compiler.fold_argument_types(args, kws)
         kinds = tuple(by_reference(kind) for kind in args)
         if kinds not in self._parts:
             part = self._part_compiler.compile(kinds, None)
-            if has_reference(part.signature.return_type):  # its arrays may be gone before the caller reads them
+            if has_reference(part.signature.return_type):  # its arrays may be freed before the caller reads them
                 raise TypingError(f"{self.py_func.__name__} returns a tuple that it was given, to a compiled function")
             self._parts[kinds] = part
             self.targetctx.insert_user_function(part.fndesc, part.fndesc, [part.library])
@@ -48,13 +48,13 @@ class Kernel(CPUDispatcher):
         return make_concrete_template(name, key=name, signatures=signatures), signature, kinds, {}
 
     def get_overload(self, sig: Any) -> Any:
-        """Return numba's descriptor of the part that such a call runs."""
+        """Return the function descriptor of the part that a compiled call runs."""
         kinds, _result = normalize_signature(sig)
         return self._parts[tuple(kinds)].fndesc
 
 
 class _Flags(Flags):
-    """Options of a compilation, which numba compares many thousand times: by those that are set, not by all."""
+    """Compilation flags with a fast comparison of set flags only, since numba compares them many thousand times."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Flags):
@@ -66,16 +66,16 @@ class _Flags(Flags):
         return _HASH_OF_FLAGS
 
 
-_HASH_OF_FLAGS: Final = hash(Flags())  # numba's own is the same for all, too
+_HASH_OF_FLAGS: Final = hash(Flags())  # constant, as in numba's own flags
 
 
 class _Compiler(_FunctionCompiler):
-    """Compiles a function for Python, or as a part of others."""
+    """Compiler of a function as an entry point, or as a part of its callers."""
 
     def __init__(self, function: Any, options: dict[str, Any], *, is_part: bool) -> None:
         own = {"no_cfunc_wrapper": True, "no_cpython_wrapper": is_part}
         if not is_part:
-            own["_nrt"] = True  # Python's arguments are released after the call
+            own["_nrt"] = True  # the wrapper releases references to Python's arguments
         super().__init__(function, cpu_target, {**options, **own}, {}, Compiler)
         self._is_part = is_part
 
@@ -100,7 +100,7 @@ class _Compiler(_FunctionCompiler):
 
 
 class _Whole(JITCodeLibrary):
-    """Machine code of a function that Python calls, with all its parts."""
+    """Machine code of an entry point and all its parts."""
 
     def add_linking_library(self, library: Any) -> None:
         if library in self._linking_libraries:
@@ -111,7 +111,7 @@ class _Whole(JITCodeLibrary):
                 self.add_linking_library(more)
 
     def finalize(self) -> None:
-        # LLVM links only those parts of numba's own library that are referred to by then.
+        # Parts first: LLVM only links functions of numba's own libraries that are referenced by then.
         self._linking_libraries.sort(key=lambda library: not isinstance(library, _PartLibrary))
         super().finalize()
 
@@ -124,7 +124,7 @@ class _Whole(JITCodeLibrary):
 
 
 class _PartLibrary(JITCodeLibrary):
-    """LLVM's code of a function that others call, with the `names` of its functions; optimised as part of those."""
+    """Unoptimized LLVM code of a part, to be linked into its callers; `names` lists its external functions."""
 
     names: tuple[str, ...] = ()
 

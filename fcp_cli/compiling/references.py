@@ -1,8 +1,8 @@
-"""Passes named tuples of arrays to compiled functions by reference: one pointer in place of some hundred values.
+"""numba type that passes named tuples of arrays by reference: one pointer instead of hundreds of values.
 
-numba passes a tuple member by member, and an array is seven of them: to type, lower and optimise that took most of the
-time of compiling. Nothing changes for the functions: a tuple that one makes is its own, and goes by reference to those
-that it calls; Python's are kept by the caller. Nobody writes to a tuple, so that members are read where they lie.
+numba passes a tuple member by member, and an array is seven members, which used to dominate compile time. The functions
+need no change: a function owns the tuples that it creates and passes them by reference, and Python's caller keeps the
+arguments alive. Tuples are immutable, so members are read in place.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from numba.extending import NativeValue, box, lower_cast, lower_getattr_generic,
 
 
 class Reference(types.Type):
-    """Type of a named tuple that somebody else keeps while the function runs."""
+    """Type of a reference to a named tuple that the caller keeps alive."""
 
     def __init__(self, referenced: Any) -> None:
         self.referenced = referenced
-        # Short: the type is part of the name of every function that takes it.
+        # Short, because the type name is part of the mangled name of every function that takes it.
         digest = hashlib.sha256(str(referenced).encode()).hexdigest()[:12]
         super().__init__(f"{referenced.instance_class.__name__}_{digest}")
 
     def unify(self, typingctx: Any, other: Any) -> Any:
-        """A variable that holds now this and now a tuple of the function's own holds copies."""
+        """Return the tuple type for a variable that may hold a reference or an owned tuple; it then holds a copy."""
         return other if other == self.referenced else None
 
     def can_convert_to(self, typingctx: Any, other: Any) -> Any:
@@ -39,7 +39,7 @@ _KNOWN: Final[dict[Any, Any]] = {}
 
 
 def by_reference(kind: Any) -> Any:
-    """Return the type by which a function takes a value: named tuples with arrays by reference, others as they are."""
+    """Return the argument type of a value: a reference for named tuples with arrays, else the type itself."""
     if not isinstance(kind, types.BaseNamedTuple) or not _has_arrays(kind):
         return kind
     if kind not in _KNOWN:
@@ -48,7 +48,7 @@ def by_reference(kind: Any) -> Any:
 
 
 def has_reference(kind: Any) -> bool:
-    """Return whether values of a type are references, or hold some."""
+    """Return whether a type is a reference or contains one."""
     members: Any = kind if isinstance(kind, types.BaseTuple) else ()
     return isinstance(kind, Reference) or any(has_reference(member) for member in members)
 
@@ -85,7 +85,7 @@ def _member(context: Any, builder: Any, kind: Any, value: Any, name: str) -> Any
 
 
 def _promise(builder: Any, value: Any) -> None:
-    """Say that nothing that the function writes lies in a tuple that it was given, so that it is read but once."""
+    """Mark a tuple argument as not aliased by any write of the function, so that LLVM loads its members only once."""
     if value in builder.function.args:
         value.add_attribute("noalias")
 
@@ -99,7 +99,7 @@ def _refer(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
 
 @lower_cast(Reference, types.BaseNamedTuple)
 def _copy(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
-    return builder.load(value)  # the function that keeps it counts its arrays
+    return builder.load(value)  # the owner of the tuple holds the references to its arrays
 
 
 @unbox(Reference)
@@ -117,6 +117,6 @@ def _unboxed(kind: Any, value: Any, c: Any) -> Any:
 
 @box(Reference)
 def _boxed(kind: Any, value: Any, c: Any) -> Any:
-    """Give Python the tuple that it gave itself."""
+    """Convert a reference to a Python tuple; it can only be an argument from Python."""
     copied = c.builder.load(value)
     return c.box(kind.referenced, impl_ret_borrowed(c.context, c.builder, kind.referenced, copied))
