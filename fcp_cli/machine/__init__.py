@@ -1,1 +1,1 @@
-"""This machine: cores, memory, devices, network, processes, installed software. Imports no other room."""
+"""This machine: cores, memory, devices, network, processes, installed software. Imports no other subpackage."""

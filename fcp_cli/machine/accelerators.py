@@ -1,4 +1,4 @@
-"""Detects this machine's accelerators without torch: `fcp plan` sizes a plan by them."""
+"""Detection of this machine's accelerators without torch, for the default cluster of `fcp plan`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _npus(root: Path) -> Accelerators | None:
 
 
 def _usable(kind: str, count: int) -> int:
-    """Return the number of devices left by a variable like CUDA_VISIBLE_DEVICES."""
+    """Return the number of devices visible under a variable such as CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get(VISIBLE_DEVICES[kind])
     return count if visible is None else min(count, len([word for word in visible.split(",") if word.strip()]))
 

@@ -63,7 +63,7 @@ class LocalDevices:
 
 
 def require_torch() -> None:
-    """Check that torch is installed."""
+    """Raise RunError if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise RunError(f"torch is not installed here, and training needs it; run: {pip_install('hf')}")
 
@@ -74,7 +74,11 @@ def has_driver_files(folder: Path = Path("/dev")) -> bool:
 
 
 def find_machine(device: str = "auto") -> LocalDevices:
-    """Detect this machine's devices of kind `device`. Without accelerators, torch is not imported."""
+    """Detect this machine's devices of kind `device`, importing torch only if there are driver files.
+
+    Raises:
+        RunError: torch is missing or broken, or there is no such device.
+    """
     require_torch()
     counts = _accelerators() if has_driver_files() else {}
     found = next((kind for kind, count in counts.items() if count), "cpu") if device == "auto" else device
@@ -120,7 +124,7 @@ def _accelerators() -> dict[str, int]:
 
 
 def _device_memory_bytes(kind: str, count: int) -> int:
-    """Return the memory of the smallest device of a kind; 0 if there is none."""
+    """Return the memory of the smallest device of a kind, or 0 if there is none."""
     module = getattr(load_torch(), kind, None) if count else None
     if module is None:
         return 0
@@ -128,7 +132,7 @@ def _device_memory_bytes(kind: str, count: int) -> int:
 
 
 def load_torch() -> Any:
-    """Import torch and return it."""
+    """Import torch and return it; raise RunError if it does not import."""
     try:
         import torch
     except (ImportError, OSError, RuntimeError) as error:

@@ -1,6 +1,6 @@
-"""Facts about this machine: versions, devices, libraries, network, settings. `fcp env` shows them, checks use them.
+"""Facts about this machine: versions, devices, libraries, network, settings; for `fcp env` and launch checks.
 
-Collecting never raises: it is needed when something is broken.
+Collecting never raises, since it is needed when something is broken.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ _NOT_INSTALLED = "not installed"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Facts about this machine and its view of a job's nodes (the last five, which `launching.checks` fills in).
+    """Facts about this machine; the last five are its view of a job's nodes, filled in by `launching.checks`.
 
     Attributes:
         packages, programs: version or path by name; None if missing.
-        machine: devices; None if torch is missing or broken, for the reason in `machine_error`.
+        machine: devices, or None if torch is missing or broken, with the reason in `machine_error`.
         device_names, device_memory_bytes: name of each accelerator, and memory of the smallest.
-        cann_home: exported by CANN's set_env.sh.
+        cann_home: path exported by CANN's set_env.sh, or None.
         has_hccl: whether libhccl.so is found.
         open_files: limit on open files and sockets of a process; 0 if unknown.
         variables: environment variables that affect how a job starts or communicates.
-        master_addresses, master_is_here: addresses of node 0, and whether it is this machine, for several nodes.
-        way_problem: why this node cannot reach node 0, or "".
-        port_problem: why node 0 cannot listen on the rendezvous port, or "".
+        master_addresses, master_is_here: for multi-node jobs, addresses of node 0, and whether it is this machine.
+        way_problem: reason why this node cannot reach node 0, or "".
+        port_problem: reason why node 0 cannot listen on the rendezvous port, or "".
         hosts_here: indices of the job's hosts that are this machine.
     """
 
@@ -121,8 +121,8 @@ def collect_facts(
     """Collect the facts of this machine.
 
     Args:
-        machine: its devices, if already detected.
-        added: job variables on top of the environment.
+        machine: devices of the machine, if already detected.
+        added: environment variables that the job adds.
         path: PATH of the job; None: unchanged.
         asks_torch: whether to import torch, which takes seconds, for devices and back ends.
     """
@@ -162,12 +162,12 @@ def _version(package: str) -> str | None:
 
 
 def _devices(machine: LocalDevices | None) -> dict[str, Any]:
-    """Return facts about the devices."""
+    """Return the fields of `Facts` about devices that torch knows."""
     if machine is None:
         return {}
     try:
         torch = load_torch()
-    except FcpError:  # a head node that only prints commands
+    except FcpError:  # head nodes without torch only print commands
         return {}
     found: dict[str, Any] = {"cuda_version": torch.version.cuda}
     if machine.num_devices:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: containers and `taskset` may restrict it."""
+    """Return the number of cores that this process may use, for example under `taskset` or in a container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Identity of a process: PID, start time, boot and host. A PID alone may have been reused."""
+"""Identity of a process: PID, start time, boot and host. A PID alone may be reused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ProcessIdentity:
 
     @property
     def is_local(self) -> bool:
-        """Whether it belongs to this machine since its last boot."""
+        """Whether the process belongs to this machine and its current boot."""
         return self.host == socket.gethostname() and self.boot_id == current_boot_id()
 
     def is_running(self) -> bool:
@@ -57,7 +57,11 @@ class ProcessIdentity:
         return self.is_local and processes.started_ticks(self.pid) == self.started_ticks
 
     def send(self, number: signal.Signals) -> bool:
-        """Signal the process if it runs here; return whether it did."""
+        """Signal the process if it is running on this machine; return whether it was.
+
+        Raises:
+            PermissionError: the process is init, or of another user.
+        """
         if self.pid == INIT:
             raise PermissionError(f"process {INIT} is never signalled")
         if not hasattr(os, "pidfd_open"):
@@ -71,7 +75,7 @@ class ProcessIdentity:
                 raise
             return False
         try:
-            # Checked while holding the handle: if the PID is reused from now on, the handle does not follow it.
+            # Check after opening the handle, which keeps referring to the same process even if the PID is reused.
             if not self.is_running():
                 return False
             signal.pidfd_send_signal(handle, number)

@@ -58,7 +58,7 @@ def is_here(host: str) -> bool:
 
 
 def way_problem(host: str, port: int, *, seconds: float) -> str:
-    """Return why a host cannot be reached, or ""; a closed port counts as reachable."""
+    """Return the reason why a host is unreachable, or ""; a closed port counts as reachable."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
     except ConnectionRefusedError:
@@ -79,7 +79,7 @@ def listens(host: str, port: int, *, seconds: float) -> bool:
 
 
 def resolution_problem(name: str) -> str:
-    """Return why a host name cannot be resolved; "" if it can or is empty."""
+    """Return the reason why a host name does not resolve; "" if it does or is empty."""
     if name:
         try:
             socket.getaddrinfo(name, None)
@@ -89,9 +89,9 @@ def resolution_problem(name: str) -> str:
 
 
 def port_problem(port: int) -> str:
-    """Return why this machine cannot listen on a port, or ""."""
+    """Return the reason why this machine cannot listen on a port, or ""."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As in torch's store: lingering connections of an ended job do not matter.
+        # Like torch's store, ignore lingering (TIME_WAIT) connections of an ended job.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -110,7 +110,7 @@ def free_ports(first: int, count: int) -> int:
 
 
 def _is_unused(port: int) -> bool:
-    """Also count lingering connections of an ended job: MindSpore's scheduler waits half a minute for them."""
+    """Return whether a port is unused, even by lingering connections, for which MindSpore waits 30 s."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", port))
         return True

@@ -1,4 +1,4 @@
-"""Yields results of worker processes in task order, with few tasks in flight, so that memory stays constant."""
+"""Process pool that yields results in task order with a bounded number of tasks in flight."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ def in_order(
     arguments: tuple[Any, ...],
     noun: str,
 ) -> Generator[Result, None, None]:
-    """Yield `work(task)` for each task, in order; closing the iterator early stops all processes.
+    """Yield `work(task)` for each task, in order; closing the generator early stops all processes.
 
     Args:
-        work: an importable function; its exceptions are raised here.
-        tasks: tasks; consumed only slightly ahead of results.
+        work: importable function; its exceptions are raised here.
+        tasks: tasks, consumed only slightly ahead of results.
         workers: number of processes.
         initializer: called once per process with `arguments`.
         arguments: arguments of `initializer`.
         noun: name of a worker for messages, for example "planning process".
+
+    Raises:
+        FcpError: a worker process was killed.
     """
     # Spawned, not forked: forking a process with threads (Arrow's) may hang.
     context = multiprocessing.get_context("spawn")
@@ -67,9 +70,9 @@ def _results(
 
 @contextmanager
 def _starting() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C, which signals the whole process group, and are never partially started.
+    """Block Ctrl-C, which signals the whole process group, while worker processes start.
 
-    A new process inherits the blocked signal, so that not even its start-up can end with a traceback.
+    A new process inherits the blocked signal, so Ctrl-C never reaches a worker, not even during its start-up.
     """
     with interrupts_deferred():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

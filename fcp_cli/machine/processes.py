@@ -1,4 +1,4 @@
-"""Process trees through /proc: torchrun's ranks lead their own sessions, so killing a process group misses them."""
+"""Process trees from /proc. torchrun's ranks lead their own sessions, so killing a process group misses them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def descendants(pid: int) -> list[int]:
-    """Return all live descendants of `pid`, children first; [] without /proc."""
+    """Return all live descendants of `pid` by generation, children first; [] without /proc."""
     parents = _parents()
     found: list[int] = []
     generation = [pid]
@@ -26,22 +26,22 @@ def children(pid: int) -> list[int]:
 
 
 def parent(pid: int) -> int:
-    """Return the parent of a process; 0 if it has none, or is gone."""
+    """Return the parent PID of a process, or 0 if it has none or has ended."""
     stat = _stat(pid)
     return int(stat[_PARENT]) if stat else 0
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the exit status of another process's zombie child; None if it runs or is gone.
+    """Return the exit status of another process's zombie child, or None if it is running or already reaped.
 
-    A negative status is the signal that ended it.
+    A negative status is the number of the signal that killed it.
     """
     stat = _stat(pid)
     return os.waitstatus_to_exitcode(int(stat[_EXIT_CODE])) if stat and stat[_STATE] == "Z" else None
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process (SIGSTOP); a debugger does not count."""
+    """Return whether a process is stopped by a signal (SIGSTOP), not by a debugger."""
     stat = _stat(pid)
     return bool(stat) and stat[_STATE] == "T"
 
@@ -53,13 +53,13 @@ def leads_session(pid: int) -> bool:
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return the start of a live process in clock ticks since boot; None if it is gone or without /proc."""
+    """Return the start of a live process in clock ticks since boot, or None if it has ended or without /proc."""
     stat = _stat(pid)
     return int(stat[_STARTED]) if stat and stat[_STATE] not in _ENDED else None
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment a process was started with; empty if it cannot be read."""
+    """Return the environment that a process was started with; empty if unreadable."""
     try:
         entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -68,7 +68,7 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def command_of(pid: int) -> list[str]:
-    """Return the command line of a process; empty if it cannot be read."""
+    """Return the command line of a process; empty if unreadable."""
     try:
         words = (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -85,7 +85,7 @@ _STATE, _PARENT, _SESSION, _STARTED, _EXIT_CODE = 0, 1, 3, 19, 49
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the command name, which may contain anything; [] if unreadable."""
+    """Return the fields of /proc/PID/stat after the command name, which may contain spaces; [] if unreadable."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -106,9 +106,9 @@ def send(pids: list[int], number: signal.Signals) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants. All are stopped first, so that no child is started unseen.
+    """Kill a process and all its descendants.
 
-    A running process could start children after the tree was read.
+    All are stopped first, since a running process could start children after the tree is read.
     """
     halted: list[int] = []
     while running := [one for one in (pid, *descendants(pid)) if one not in halted]:

@@ -1,7 +1,7 @@
-"""An environment marker that all processes started by an fcp process inherit.
+"""Environment marker that all processes started by an fcp process inherit.
 
-torchrun's ranks lead their own sessions, and a rank whose torchrun was killed gets another parent. The marker still
-finds it.
+It also identifies ranks that the process tree misses: torchrun's ranks lead their own sessions, and are reparented if
+torchrun is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.05
 
 
 def mark_of(pid: int) -> str:
-    """Return the unique marker value that process `pid` gives its children."""
+    """Return the unique marker of the children of process `pid`."""
     identity = ProcessIdentity.of(pid)
     return f"{pid}" if identity is None else f"{pid}-{identity.started_ticks}-{identity.boot_id}"
 
@@ -40,7 +40,7 @@ def end_marked(mark: str) -> int:
     end = time.monotonic() + _END_SECONDS
     while running := [one for one in marked_processes(mark) if one.pid != os.getpid()]:
         for one in running:
-            with suppress(PermissionError):  # it runs as another user
+            with suppress(PermissionError):  # a process of another user
                 one.send(signal.SIGKILL)
         killed.update(running)
         if time.monotonic() > end:

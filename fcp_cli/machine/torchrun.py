@@ -11,7 +11,7 @@ def torchrun_argv(
 ) -> list[str]:
     """Return the command that starts `processes` ranks on a node; append the program and its arguments.
 
-    torchrun runs as a module of `python`, so that another environment's torchrun on PATH is never used.
+    torchrun runs as a module of `python`, never from PATH, which may belong to another environment.
 
     Args:
         processes: number of ranks on this node.
