@@ -60,7 +60,7 @@ def lay(length: float, wait: float, share: float, sequences: AssignedSequences, 
         replicas: replicas and blocks.
 
     Returns:
-        [sequences] micro-batch of each; [micro-batches] wave, first rank and degree of each; number of micro-batches.
+        (micro-batch of each sequence, [sequences]; wave, first rank and degree of each, [micro-batches]; their number).
     """
     n = len(sequences.order)
     of, wave = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)

@@ -89,8 +89,8 @@ class Batching:
     """Batching rule of a plan whose global batches are not simply `global_batch_size` sequences each.
 
     Attributes:
-        by: `tokens`: consecutive sequences up to a token limit, at least one; `given`: whole batches from the stream;
-            `sequences`: a fixed number of sequences.
+        by: consecutive sequences up to a limit of `tokens`, at least one; or batches as `given` by the stream; or a
+            fixed number of `sequences`.
         tokens: token limit of a batch under `tokens`, else None.
         reorder_window: batches of a stream whose sequences were redistributed; only in plans of earlier versions.
     """

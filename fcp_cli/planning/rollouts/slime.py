@@ -44,8 +44,8 @@ def build_dp_schedule(
         sample_is_multimodal: whether each sample is multimodal; None: none is.
 
     Returns:
-        Samples of each rank; its micro-batches, as positions in that list; for each step the micro-batches per rank;
-        for each step the rollouts.
+        (samples of each rank, its micro-batches as positions among them, number of micro-batches per rank of each step,
+        number of rollouts of each step).
 
     Raises:
         UsageError: a setting is unsupported, or there are too few rollouts for a step or samples for its micro-batches.
