@@ -307,8 +307,9 @@ def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, cop
 
 
 def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Return the extra bytes per token of attention's backward under Ulysses: the output gradient before and after the
-    all-to-all.
+    """Return the extra bytes per token of attention's backward under Ulysses.
+
+    These are the gradient of the exchanged output, and a placeholder of the same size.
     """
     return 2 * precision.activation * _output_size(spec, kind) if kind.attends else 0
 
