@@ -1,6 +1,6 @@
-"""Reads the command lines of `fcp` and shows their help: typer, with options declared as dataclasses.
+"""Command-line parsing and help of `fcp`: typer, with options declared as dataclasses.
 
-`takes` makes a command of a function whose parameters are its options, or of one that takes an option dataclass (see
+`takes` turns a function into a command; its options are its parameters, or the fields of an option dataclass (see
 `options`). The help is plain text under one heading per group, the same on a terminal and through a pipe.
 """
 
@@ -29,10 +29,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a function whose parameters are marked as options, or that takes one option dataclass.
+    """Turn a function into a command: its options are its parameters, or the fields of its only one, a dataclass.
 
     Args:
-        examples: command lines that end the help.
+        examples: command lines printed at the end of the help.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -58,7 +58,7 @@ def takes(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]
             try:
                 found: Any = build(kind, values, given=given, typed=typed)
                 function(**vars(found)) if kind.__name__ == _MADE else function(found)
-            except FcpError as error:  # one that names an option names where its value was set, too
+            except FcpError as error:  # if it starts with an option, append the origin of the value
                 flag = str(error).partition(" is ")[0]
                 assumptions = (_origin(context, option.name) for option in options if option.flag == flag)
                 error.args = (f"{error}{next(assumptions, '')}",)
@@ -66,14 +66,14 @@ def takes(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
         command.__dict__ |= {"__signature__": signature, "options": options, "examples": "\n".join(examples)}
         command.__dict__["rare"] = _rare(options)
-        command.__annotations__ = {}  # typer would resolve those of `function`, which declare no options
+        command.__annotations__ = {}  # typer would resolve those that `wraps` copied, which declare no options
         return command
 
     return decorate
 
 
 def _option_dataclass(function: Callable[..., None]) -> type:
-    """Return the dataclass that a command takes, or one made of the parameters that it takes instead."""
+    """Return the option dataclass of a command, or one built from its parameters."""
     parameters = inspect.signature(function, eval_str=True).parameters
     if parameters.keys() == {"options"}:
         return cast(type, parameters["options"].annotation)
@@ -87,14 +87,14 @@ _MADE: Final = "OptionsOfFunction"
 
 
 def _rare(options: Iterable[Option]) -> frozenset[str]:
-    """Return the names of the options that only --help-all shows."""
+    """Return the names of options shown only by --help-all; none if no option is marked common."""
     marks = {option.name: option.mark for option in options if isinstance(option.mark, Opt)}
     common = {name for name, mark in marks.items() if mark.common}
     return frozenset(marks.keys() - common if common else ())
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    """Return the parameter that typer reads as this option."""
+    """Return an option as a function parameter annotated for typer."""
     kind: Any = list[option.type] if option.many else option.type  # type: ignore[name-defined]
     default: Any = option.default if option.default is not MISSING else inspect.Parameter.empty
     if option.commas:
@@ -142,7 +142,7 @@ def _parser(option: Option) -> Callable[[Any], Any]:
 
 
 class _Help:
-    """The help of every command and group; mixed into typer's classes.
+    """Mixin for typer's command classes that formats the help.
 
     --help shows the common options in one list, --help-all every option under the heading of its group.
     """
@@ -154,11 +154,11 @@ class _Help:
 
     @property
     def rare(self) -> frozenset[str]:
-        """Names of the options that --help folds."""
+        """Names of options shown only by --help-all."""
         return getattr(self.callback, "rare", frozenset())
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters with --help-all, a copy of --help that shows everything."""
+        """Return the parameters and --help-all, a copy of --help that shows every option."""
         params = super().get_params(ctx)  # type: ignore[misc]
         if self._help_all is None:  # one object for all calls: click compares parameters by identity
             self._help_all = copy(self.get_help_option(ctx))  # type: ignore[attr-defined]
@@ -177,7 +177,7 @@ class _Help:
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, commands, and options in the order of the dataclass, all of them under their headings."""
+        """Write arguments, commands and options under their headings, options in the order of the dataclass."""
         folds = self.rare and _EVERYTHING not in ctx.meta
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Commands": []}
         for name, command in getattr(self, "commands", {}).items():
@@ -196,7 +196,7 @@ class _Help:
                     formatter.write_dl(rows, col_max=_SHORT_COLUMN if folds else _COLUMN)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples as they are, ready to be copied."""
+        """Write the examples without wrapping, so that they can be copied."""
         if self.epilog:
             with formatter.section("Examples"):
                 formatter.write("".join(f"  {line}\n" for line in examples_of(self)))
@@ -206,8 +206,8 @@ class _Help:
 
 
 _EVERYTHING: Final = "fcp.help-all"
-_COLUMN: Final = 30  # characters of a flag with its value in the help; a longer one has a line of its own
-_SHORT_COLUMN: Final = 23  # so that most of the common options need one line
+_COLUMN: Final = 30  # maximum width of the flag column; the help of longer flags starts on the next line
+_SHORT_COLUMN: Final = 23  # keeps most common options on one line
 
 
 def _show_everything(context: Any, parameter: Any, wanted: bool) -> None:
@@ -228,7 +228,7 @@ def help_section(parameter: Any) -> str:
 
 
 def spellings(parameter: Any) -> list[str]:
-    """Return the flags of an option, short ones first; --[no-]x stands for a switch and its opposite."""
+    """Return the flags of an option, short ones first; a negatable switch is written --[no-]x."""
     if parameter.param_type_name == "argument":
         return []
     flags = sorted(parameter.opts, key=lambda flag: flag.startswith("--"))
@@ -241,7 +241,7 @@ def metavar_of(parameter: Any) -> str:
 
 
 def default_text(parameter: Any, context: Any) -> str:
-    """Return how the help writes a default; the config's, if it has one."""
+    """Return the default as shown in the help, taken from the config if set there; "" if there is none."""
     value = parameter.get_default(context, call=False)
     if value is None:
         return parameter.show_default if isinstance(parameter.show_default, str) else ""
@@ -253,7 +253,7 @@ def default_text(parameter: Any, context: Any) -> str:
 
 
 class Command(_Help, TyperCommand):
-    """A verb: -q and -v may stand behind it, too."""
+    """A command that also accepts -q and -v after its name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -264,7 +264,7 @@ class Command(_Help, TyperCommand):
 
 
 def _without_verbosity(args: list[str], parameters: Sequence[Any]) -> list[str]:
-    """Apply and remove -q and -v among a verb's words; option values and words after -- stay unchanged."""
+    """Apply and remove -q and -v; option values and words after -- stay unchanged."""
     taking_value = {name for p in parameters if not getattr(p, "is_flag", True) for name in p.opts}
     left: list[str] = []
     for index, word in enumerate(args):
@@ -282,14 +282,14 @@ _LEVELS = {"-q": -1, "--quiet": -1, "-v": 1, "--verbose": 1, "-vv": 2}
 
 
 class VerbGroup(_Help, TyperGroup):
-    """Several verbs under one name."""
+    """A command with subcommands."""
 
 
 class App(typer.Typer):
-    """Commands and groups of our own classes, with the examples of `takes` below their help."""
+    """Typer app whose commands use `Command` and `VerbGroup`, with the examples of `takes` below their help."""
 
     def __init__(self, **settings: Any) -> None:
-        # Without rich's boxes: a heading and two columns leave the help twice the width, and a pipe the same text.
+        # Rich markup off: its boxes halve the width for text, and its output differs in a pipe.
         super().__init__(**{"cls": VerbGroup, "rich_markup_mode": None, **settings})
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
@@ -313,10 +313,10 @@ _FIRST_GROUPS = ("manifest", "profile")
 
 
 class RootGroup(VerbGroup):
-    """Gives Ctrl-C its own exit status (click alone would make it 1), and an error its one line."""
+    """Root command: Ctrl-C raises `Interrupted` (click alone would exit with 1), and usage errors are one line."""
 
     def __init__(self, *, commands: dict[str, Any], **settings: Any) -> None:
-        # Typer puts groups last; a new user meets ours, manifest and profile, first.
+        # Typer lists groups last, but a new user starts with manifest and profile.
         groups_first = sorted(commands.items(), key=lambda item: item[0] not in _FIRST_GROUPS)
         super().__init__(commands=dict(groups_first), **settings)
 
@@ -339,7 +339,7 @@ _WRONG_USAGE: Any = typer.BadParameter.__base__  # click's UsageError, wherever 
 
 
 def _one_line(error: Any) -> Exception:
-    """Return click's message, a box below the usage, as a line like every other error of fcp; help stays help."""
+    """Return a click error as a one-line `UsageError` instead of usage and box; help is returned unchanged."""
     kind = type(error).__name__
     if kind == "NoArgsIsHelpError":
         return cast("Exception", error)
@@ -371,8 +371,8 @@ def _one_line(error: Any) -> Exception:
 
 
 def _wrong_value(error: Any) -> str:
-    """Return the fault of an option's or argument's value, beginning with its name."""
-    if getattr(error.param, "is_flag", False):  # of the environment or fcp.yaml: on the command line it has no value
+    """Return the message for an invalid option or argument value, starting with its name."""
+    if getattr(error.param, "is_flag", False):  # set by the environment or fcp.yaml
         value = error.param.value_from_envvar(error.ctx)
         value = error.ctx.lookup_default(error.param.name) if value is None else value
         return f"{error.param.opts[0]} is {value!r}; it must be true or false"
@@ -391,7 +391,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _origin(context: Any, name: str) -> str:
-    """Return where a wrong value comes from if it was not typed: the command that was typed has no flag to blame."""
+    """Return the config key or environment variable that set an invalid value, for messages; "" if it was typed."""
     source = context and context.get_parameter_source(name)
     if source is not None and source.name == "DEFAULT_MAP":
         key, file = f"{_config_key(context)}.{name.replace('_', '-')}", context.find_root().obj.path
@@ -402,7 +402,7 @@ def _origin(context: Any, name: str) -> str:
 
 
 def _config_key(context: Any) -> str:
-    """Return the key of a command in the config, as "manifest.build"."""
+    """Return the key of a command in the config, e.g. "manifest.build"."""
     words: list[str] = []
     while context.parent is not None:
         words.insert(0, context.info_name)

@@ -1,4 +1,4 @@
-"""The names that options take and that a user may not know by heart: for `fcp list` and the shell's completion."""
+"""Names accepted by options (models, clusters, solvers, ...), for `fcp list` and shell completion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_OPTION: Final[dict[str, Known]] = {
 
 
 def known_names(kind: Known) -> list[str]:
-    """Return the names of one kind, as they are typed."""
+    """Return the names of one kind, as accepted by options."""
     if kind in ("solvers", "targets", "integrations"):
         return _registry(kind).names()
     from fcp_cli.models.descriptions import shipped_names
@@ -29,12 +29,12 @@ def known_names(kind: Known) -> list[str]:
 
 
 def packages_of(kind: Known) -> dict[str, str]:
-    """Return the package of each name of this kind that another package adds."""
+    """Return name -> package for names that third-party packages add; {} for models and clusters."""
     return _registry(kind).packages() if kind in ("solvers", "targets", "integrations") else {}
 
 
 def ignored_plugins(kind: Known) -> list[str]:
-    """Return a line for each entry point of another package that adds no name of this kind, though it wants to."""
+    """Return a line for each third-party entry point of this kind that is ignored."""
     return _registry(kind).ignored() if kind in ("solvers", "targets", "integrations") else []
 
 
@@ -53,7 +53,7 @@ def _registry(kind: Known) -> Registry:
 
 
 def other_names(kind: Known) -> dict[str, list[str]]:
-    """Return the aliases by which options know names of a kind, too."""
+    """Return name -> aliases for models and clusters; {} for other kinds."""
     if kind not in ("models", "clusters"):
         return {}
     from fcp_cli.models.descriptions import shipped_aliases

@@ -1,4 +1,4 @@
-"""Options and commands that are gone, or options of another command: each with what to type instead, or why nothing."""
+"""Removed options and commands, and options typed under the wrong command, with their replacements."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ RETIRED_COMMANDS: Final = {
 
 
 def replacement(command: str, flag: str = "") -> str | None:
-    """Return the end of a message that no such command or option exists, or None if none is known.
+    """Return the end of an "unknown command or option" message: the replacement, or None if it never existed.
 
     Args:
-        command: words behind `fcp`, as "manifest build".
+        command: words after `fcp`, e.g. "manifest build".
         flag: long flag, as typed; "" for the command itself.
     """
     instead = RETIRED.get((command, flag)) if flag else RETIRED_COMMANDS.get(command)
@@ -53,7 +53,7 @@ def replacement(command: str, flag: str = "") -> str | None:
 
 
 def replacement_of_variable(name: str) -> str | None:
-    """Return the same for a variable of the environment, as FCP_LAUNCH_RANDOM_WEIGHTS."""
+    """Return the same for an environment variable, e.g. FCP_LAUNCH_RANDOM_WEIGHTS."""
     for command, flag in RETIRED:
         if name == f"FCP {command} {flag[2:]}".upper().replace(" ", "_").replace("-", "_"):
             return replacement(command, flag)

@@ -1,6 +1,6 @@
-"""Trust in an `fcp.yaml` that stands in the current folder: the folder's author wrote it, not always the user.
+"""Trust check for an `fcp.yaml` found in the current folder, which may not be the user's own.
 
-Settings that become code or commands, or write elsewhere, are taken from it only if the user names the file.
+Settings that run code or commands, or write outside the folder, apply only if the user names the file with --config.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from fcp_cli.options import Option
 
 
 def refuse_untrusted(path: Path, options: Iterable[Option], values: Mapping[str, Any], verb: str) -> None:
-    """Refuse settings that need trust, of a config file that was found and not named.
+    """Raise UsageError if a config file that the user did not name sets options that need trust.
 
     Args:
-        path: the file.
-        options: those that it sets for this command.
-        values: the values of the command's options.
-        verb: the command, as "launch".
+        path: the config file.
+        options: options that it sets for this command.
+        values: option values of the command, by name.
+        verb: config key of the command, e.g. "launch".
     """
     asking = [option for option in options if _needs_trust(option, values[option.name], path.parent)]
     if asking:
