@@ -1,1 +1,1 @@
-"""One file per verb, registered in `app.py`. None imports anything heavy at module level."""
+"""One file per command, registered in `app.py`. Heavy modules are imported inside functions, to keep --help fast."""

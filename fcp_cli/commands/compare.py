@@ -65,7 +65,7 @@ def compare(options: CompareOptions) -> None:
     from fcp_cli.report.verdict_lines import verdict_lines
 
     assumptions = Assumptions()
-    _names(options.solvers)  # a mistyped name is refused before files are read
+    _names(options.solvers)  # validate the names before reading files
     options = with_counted_model(options, assumptions)
     inputs = resolve(options, assumptions, as_needed=False)
     names = _names(options.solvers, inputs.problem.profile)
@@ -112,7 +112,7 @@ def _names(solvers: str | None, profile: CostProfile | None = None) -> list[str]
 def _run(
     inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float
 ) -> tuple[list[Contender], GlobalBatches]:
-    """Return the outcome of each strategy, and the batches used for the comparison."""
+    """Return the result of each strategy, and the global batches compared."""
     from fcp_cli.planning.batching.batches import GlobalBatches
     from fcp_cli.planning.dataset.comparison import compare as run_comparison
 

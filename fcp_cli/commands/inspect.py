@@ -109,7 +109,7 @@ def _inspect_plan(file: PlanFile, manifest: Sequence[Path], json: bool) -> None:
 
 
 def _summarise(file: PlanFile) -> tuple[PlanSummary, list[StepPlan], int]:
-    """Return totals, a sample of steps for the static baseline, and the longest sequence."""
+    """Return totals, a sample of steps for the static baseline, and the longest sequence in tokens."""
     from fcp_cli.plan.summary import PlanSummary
     from fcp_cli.planning.baselines.baseline import baseline_steps
 

@@ -95,7 +95,7 @@ def plan(options: PlanOptions) -> None:
     from fcp_cli.planning.settings.settings import resolve
     from fcp_cli.planning.solvers import require_planning_solver
 
-    # A mistyped name is refused before files are read and a recipe is searched.
+    # Validate the name before reading files and searching a recipe, which are slow.
     require_planning_solver(options.solver, **_limits(options))
     if options.continue_from is not None:
         _continue(options, options.continue_from)
@@ -112,7 +112,7 @@ def plan(options: PlanOptions) -> None:
     options = with_counted_model(_with_its_attention(options, assumptions), assumptions)
     inputs = resolve(
         options, assumptions, most_peers=options.max_peers, max_degree=options.max_degree
-    )  # first: a plan that is given as the manifest is no source to be kept
+    )  # before refuse_to_overwrite: a plan given as the manifest must fail as a wrong kind of file
     refuse_to_overwrite(output, options.manifest, options.profile, *mixed_files(options.mix))
     assumptions.report()
     if str(output) == "-":
@@ -133,7 +133,7 @@ def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanO
 
 
 def _finish(output: Path, options: PlanOptions) -> None:
-    """Make a plan file from the journal of a killed run that planned while it trained."""
+    """Write the plan file of a killed online run from its journal."""
     from fcp_cli.plan.metadata.online import manifest_of
     from fcp_cli.planning.online.journal import OnlineJournal
 
@@ -148,7 +148,7 @@ def _finish(output: Path, options: PlanOptions) -> None:
     note(f"wrote {output} of {counted(metadata.steps, 'step')}, and {manifest_of(output)}; next: fcp check {output}")
 
 
-# A continued run keeps its batches and its way of training: only these settings of a plan may differ.
+# Options that may change within a run; batches and training settings may not.
 _MAY_CHANGE: Final = {
     *("manifest", "mix", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom", "device_hour_price"),
     *("rank_speeds", "zero", "shard_ranks", "reduce", "recompute", "loss", "offload"),
@@ -156,7 +156,7 @@ _MAY_CHANGE: Final = {
 
 
 def _continue(options: PlanOptions, run_dir: Path) -> None:
-    """Plan the remaining steps of a run."""
+    """Plan the remaining steps of a run (--continue-from)."""
     from fcp_cli.planning.batching.mixing import mixed_files
     from fcp_cli.planning.settings.resumed import resolve_continuation
     from fcp_cli.runs.trained_run import plan_at_step, read_trained_run
@@ -192,7 +192,7 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
 
 
 def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
-    """Announce a slow first step if the planner has never been compiled on this machine."""
+    """Print a note if the planner must first be compiled on this machine."""
     if "fcp" not in solvers:
         return
     from fcp_cli.planning.fcp.solver import is_compiled
@@ -220,9 +220,9 @@ def _plan_to_file(
         for line in verdict_lines(verdict):
             print_result(line)
     arguments = [f"{flag} {size}" for flag, size in _arguments_of_megatron(result.metadata)]
-    # The bundled trainer's ranks are of one device.
+    # The bundled trainer uses one device per rank.
     trains = " ".join(("--plan", str(output), "-- SCRIPT", *arguments, "ARGS"))
-    # Without a name nobody knows that the bundled trainer is meant.
+    # Suggest the bundled trainer only if the model was not merely assumed.
     is_named = options.model is not None or "--model" not in assumptions.assumed
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
         trains = f"--model {_model_to_train(options.model, inputs.problem.profile.model)} --plan {output}"
@@ -235,7 +235,7 @@ def _plan_to_file(
 
 
 def _arguments_of_megatron(metadata: PlanMetadata) -> Iterable[tuple[str, int]]:
-    """Yield the arguments that a script needs to be cut as the ranks of a plan, and the sizes."""
+    """Yield (flag, size) of the Megatron arguments that must match the plan's parallel sizes and global batch."""
     from fcp_cli.launching.checks.software import PARALLEL_ARGUMENTS
 
     if metadata.devices_per_rank > 1:
@@ -247,7 +247,7 @@ def _arguments_of_megatron(metadata: PlanMetadata) -> Iterable[tuple[str, int]]:
 
 
 def _model_to_train(given: str | None, planned: str) -> str:
-    """Return the model for the next command: a folder as it was given, since its name alone does not find it."""
+    """Return the model for the next command: a given path, which its name alone would not locate, else the name."""
     return planned if given is None or not Path(given).exists() else shlex.quote(given)
 
 
@@ -264,7 +264,7 @@ def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:
 
 
 def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) -> tuple[PlanResult, list[StepPlan]]:
-    """Make the plan, and return it with the sample of its steps for the static baseline."""
+    """Make the plan; return it and a sample of its steps for the static baseline."""
     from fcp_cli.planning.baselines.baseline import baseline_steps
     from fcp_cli.planning.dataset.run import make_plan
 
@@ -297,7 +297,7 @@ def _limits(options: PlanOptions) -> dict[str, int | None]:
 
 
 def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
-    """Return the cost of a limit on rings, if there is one."""
+    """Return a ring limit (`_LIMITS`) and its share of the step time; {} without a limit."""
     from fcp_cli.planning.fcp.limits import limit_price
     from fcp_cli.planning.fcp.solver import FcpSolver
 
@@ -308,7 +308,7 @@ def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
 
 
 def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
-    """Return figures that are only known while planning: the gain over the static baseline, and the planning time."""
+    """Return the speed-up over the static baseline and the planning time, which the plan file does not store."""
     from fcp_cli.planning.baselines.baseline import static_speedup
 
     found = static_speedup(

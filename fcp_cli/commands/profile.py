@@ -1,4 +1,4 @@
-"""`fcp profile`: measure or compute the coefficients of the cost model; show, refit and compare profiles."""
+"""`fcp profile`: measure or compute the coefficients of the cost model; show and refit profiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 profile_app = App()
 
-_DEGREES: Final = (1, 2, 4, 8)  # that a profile is explained at, when it is made and when it is shown
+_DEGREES: Final = (1, 2, 4, 8)  # shown when a profile is made or explained
 _OUTPUT: Final = Path("profile.yaml")
 
 
@@ -101,12 +101,12 @@ def show(
 
 
 def _named(path: Path) -> CostProfile:
-    """Return the profile of a file, or the example profile that fcp ships for a model of that name."""
+    """Return the profile in a file, or the shipped example profile for a model of that name."""
     from fcp_cli.cost.profile import load_cost_profile
     from fcp_cli.models.shipped import EXAMPLE_CLUSTER, shipped_profile_path
 
     if not path.exists() and not path.suffix.startswith(".y"):
-        with suppress(ProfileError):  # no such model: the error names the file then
+        with suppress(ProfileError):  # unknown model: loading then fails with the file's name
             path = shipped_profile_path(str(path).removesuffix(f"-{EXAMPLE_CLUSTER}"))
             note(f"no such file; this is the example {path.name}")
     return load_cost_profile(path)
@@ -168,7 +168,7 @@ def _refit_document(result: Refit, output: Path) -> dict[str, Any]:
 def _measured(
     measurement: Measurement, options: ProfileOptions, assumptions: Assumptions
 ) -> tuple[CostProfile, str | None]:
-    """Measure; return the profile of the observations, and the reason if the measurement ended early."""
+    """Measure; return the fitted profile, and the reason if the measurement ended early, else None."""
     from fcp_cli.profiling.fits.assemble import profile_from_samples
     from fcp_cli.profiling.fits.samples import prepare_samples
 
@@ -202,11 +202,11 @@ def _run_with_bar(measurement: Measurement) -> tuple[SamplesFile, str | None]:
 
 
 def job_environment(measurement: Measurement) -> dict[str, str]:
-    """Return the variables that a job of this model, ranks and nodes will run with, to measure under the same."""
+    """Return the environment variables of a job with this model, ranks and nodes, so that measurements match it."""
     from fcp_cli.launching.job.environment import set_by_fcp, variables_like_a_job
     from fcp_cli.machine.devices import UNKNOWN_MACHINE, find_machine
 
-    # Of nodes elsewhere only the kind of device is known.
+    # On other nodes, only the device kind is known.
     here = find_machine(measurement.device) if measurement.nodes == 1 else UNKNOWN_MACHINE
     variables = variables_like_a_job(
         replace(here, device=measurement.device),
@@ -234,7 +234,7 @@ def _print_cluster_command(measurement: Measurement, output: Path, fresh: bool) 
 
 
 def _finish(found: CostProfile, output: Path, json: bool, assumptions: Assumptions) -> None:
-    """Report assumptions and results, write the profile, and print it as JSON if asked to."""
+    """Report assumptions and results, write the profile, and print it if --json is set."""
     from fcp_cli.report.profiles import print_errors, reading
 
     assumptions.report()

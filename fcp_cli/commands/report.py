@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fcp_cli.report.plan_file import PlanFile
     from fcp_cli.runs.metrics.metrics_reader import RunFile
 
-_SPEEDUP_SEQUENCES = 16_384  # planned again to find the best static plan
-_METRICS_BYTES = 200_000_000  # beyond this only each k-th measured step is read
+_SPEEDUP_SEQUENCES = 16_384  # sequences to replan for the best static plan
+_METRICS_BYTES = 200_000_000  # larger metrics are sampled: every k-th measured step
 
 
 @takes("fcp report", "fcp report runs/qwen3-tiny-001 -o run.html")
@@ -59,7 +59,7 @@ def report(
     refuse_to_overwrite(output, plan, metrics, *manifest)
     file = open_plan(plan)
     table = file.manifest(manifest)
-    javascript_bundle()  # before the work: it may be missing
+    javascript_bundle()  # fail early if it is missing
     picture, sample = _draw_plan(file)
     run, measured, problems = _draw_run(metrics, file, picture)
     page = PageContent(
@@ -83,7 +83,7 @@ def report(
 
 
 def _of_a_run(folder: Path, manifest: tuple[Path, ...]) -> tuple[Path, tuple[Path, ...]]:
-    """Return the plan of a run, and the manifests that were given, else its own."""
+    """Return the plan of a run and its manifests, which default to those of its launch record."""
     from fcp_cli.runs.launch_record import followed_plan, read_launch
 
     plan = RunPaths(run_dir=folder).plan
@@ -98,7 +98,7 @@ def _of_a_run(folder: Path, manifest: tuple[Path, ...]) -> tuple[Path, tuple[Pat
 
 
 def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
-    """Return the pictures of a plan, and the steps to compare with a static plan."""
+    """Return the chart data of a plan, and a sample of its steps to compare with a static plan."""
     from fcp_cli.report.page.page_data import PlanPicture, evenly_spaced
 
     meta = file.metadata
@@ -123,7 +123,7 @@ def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
 def _draw_run(
     metrics: Path | None, file: PlanFile, picture: PlanPicture
 ) -> tuple[RunFile | None, RunPicture | None, list[str]]:
-    """Return the run, its pictures, and a line for each input that could not be used."""
+    """Return the run, its chart data, and warnings about unusable input."""
     from fcp_cli.report.page.run_picture import RunPicture
     from fcp_cli.runs.metrics.metrics_reader import open_run
 

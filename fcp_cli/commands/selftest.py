@@ -47,13 +47,13 @@ def selftest(options: SelftestRequest) -> None:
 
 
 def _prepare(options: SelftestRequest, folder: Path) -> Measurement:
-    """Choose the packs to time, and write their request and the head of the samples into the folder."""
+    """Choose the packs to time, and write the measurement request and the header of the samples file."""
     from fcp_cli.profiling.choices import choose_measurement
     from fcp_cli.profiling.fits.samples import prepare_samples
     from fcp_cli.selftest.options import profile_request
 
     measurement = choose_measurement(profile_request(options, folder / "packs.samples.jsonl"), Assumptions())
-    folder.mkdir(parents=True, exist_ok=True)  # a refused request leaves none
+    folder.mkdir(parents=True, exist_ok=True)  # only after validation, so that an invalid request leaves no folder
     prepare_samples(measurement, fresh=True)
     measurement.write(folder / "measurement.json")
     return measurement
@@ -68,13 +68,13 @@ def _settings(options: SelftestRequest, measurement: Measurement, folder: Path) 
 def _environment(measurement: Measurement) -> dict[str, str]:
     from fcp_cli.commands.profile import job_environment
 
-    # One core per rank, as measurements on CPUs are made.
+    # One thread per rank, as in CPU profiles.
     threads = {"OMP_NUM_THREADS": "1"} if measurement.device == "cpu" else {}
     return {**job_environment(measurement), **threads}
 
 
 def _print_commands(options: SelftestRequest) -> None:
-    """Print the command for each of several nodes, and the one that prints the block."""
+    """Print the command to run on each node; rank 0 then prints the block for an issue."""
     from fcp_cli.machine.torchrun import torchrun_argv
     from fcp_cli.selftest.run import WORKER
 
@@ -91,7 +91,7 @@ def _print_commands(options: SelftestRequest) -> None:
 
 
 def _finish(report: SelftestReport, options: SelftestRequest) -> None:
-    """Print the block, or the document, write the document, and leave with status 1 if a check failed."""
+    """Write the JSON report, print the block or (--json) the report, and exit with 1 if a check failed."""
     import json
 
     from fcp_cli.files import write_text_atomically

@@ -60,7 +60,7 @@ def watch(
         else:
             _follow_lines(watched, console, interval, every)
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None  # nothing of the watcher's was lost; the run trains on
+        raise typer.Exit(130) from None  # no message: only the watcher ends, not the run
     watched.note_damage()
     if watched.standing != "finished":
         raise RunError(f"{run_dir}: {watched.remark()}")
@@ -94,7 +94,7 @@ def _metrics(run_dir: Path) -> Path:
 
 @dataclass(kw_only=True)
 class _Watched:
-    """A run, and its state at the last `update`."""
+    """A run and its state as of the last `update`."""
 
     tail: MetricsTail
     state: RunState
@@ -103,9 +103,9 @@ class _Watched:
     _damaged: int = field(init=False, default=0)
 
     def update(self, show: Callable[[MetricsRecord], None] = lambda record: None) -> Standing:
-        """Read new records, showing each, and return whether the run still trains.
+        """Read new records, passing each to `show`, and return the standing of the run.
 
-        The owner is read first: a run that has ended by then has written all that will come.
+        The owner is read first: if the run had ended by then, the records read after it are complete.
         """
         from fcp_cli.runs.folder import RunPaths
         from fcp_cli.runs.owner import read_owner
@@ -120,7 +120,7 @@ class _Watched:
         return self.standing
 
     def note_damage(self) -> None:
-        """Print a line about lines of the metrics that were skipped since the last call, if any."""
+        """Print a warning if damaged lines of the metrics were skipped since the last call."""
         if self.tail.damaged > self._damaged:
             self._damaged = self.tail.damaged
             note(f"warning: {self.tail.path}: {counted(self._damaged, 'line')} damaged; skipped")
@@ -145,7 +145,7 @@ def _show_once(watched: _Watched, console: Console, *, json: bool) -> None:
 
 
 def _note_finished(watched: _Watched) -> None:
-    """Print the totals of a finished run, over all its starts."""
+    """Print the totals of a finished run, summed over all starts."""
     from fcp_cli.runs.summary import summary_of
 
     print_result(f"finished: {summary_of(watched.tail.path).line()}")
@@ -159,7 +159,7 @@ def _follow_live(watched: _Watched, console: Console, interval: float) -> None:
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             standing = watched.update()
-            remark = watched.remark() if standing == "running" else None  # an end has its line below the view
+            remark = watched.remark() if standing == "running" else None  # the end of a run is reported below the view
             live.update(run_view(watched.state, remark, ascii_only=watched.ascii_only), refresh=True)
             if standing != "running":
                 return

@@ -1,3 +1,3 @@
-"""`fcp launch`: its options, the job made from them, and its start or submission."""
+"""`fcp launch`: resolves options to a job, and starts or submits it."""
 
 from fcp_cli.commands.launch.command import launch as launch

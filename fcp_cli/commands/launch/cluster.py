@@ -1,4 +1,4 @@
-"""The part of `fcp launch` that describes a job for a cluster: prints it, writes its files, or submits it to Slurm."""
+"""Cluster jobs of `fcp launch`: prints or writes their files, or submits them to Slurm."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None) -> None:
-    """Print the files of a job (--dry-run), write them (-o), or write them into the run directory and start the job.
+    """Print the files of a job (--dry-run), write them (-o), or write them to the run directory and start the job.
 
     Only Slurm jobs are started; for the other targets, the start command is printed.
 
     Args:
         job: the job with its cluster.
         options: the options, as typed.
-        owned: the run folder, which is released for the job itself before it starts; None: nothing is written there.
+        owned: the owned run directory, released before the job starts; None if nothing is written there.
     """
     from fcp_cli.launching.job.document import launch_record
     from fcp_cli.launching.targets.catalog import job_files, start_command, target_of
@@ -42,7 +42,7 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
     record, answer = launch_record(job, files), {}
     note(f"{counted(job.num_nodes, 'node')} with {counted(job.processes_per_node, 'process')} each")
     if options.dry_run:
-        # One file as it is, so that it can be piped into a file; several under their names.
+        # A single file has no header, so that it can be piped into a file.
         headed = [f"# ---- {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
         sys.stdout.write("" if options.json else "".join(headed))
     elif output is not None:
@@ -68,7 +68,7 @@ def _start(
     record: LaunchRecord,
     owned: Ownership,
 ) -> str:
-    """Write everything into the run directory and submit to Slurm; return Slurm's answer, "" for other targets."""
+    """Write the files to the run directory and submit to Slurm; return sbatch's output, "" for other targets."""
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.targets.write import require_sbatch, submit
     from fcp_cli.runs.launch_record import write_launch
@@ -81,7 +81,7 @@ def _start(
     write_record(job.run_dir, job.plan.absolute(), job.metadata)
     write_launch(job.run_dir, record)
     job.paths.logs.mkdir(exist_ok=True)
-    _write(job.run_dir, files, force=True)  # of this run's own earlier start
+    _write(job.run_dir, files, force=True)  # may only replace files of this run's earlier start
     if not is_slurm:
         note(f"start the job with: {shlex.join(command)}")
         return ""

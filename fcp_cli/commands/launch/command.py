@@ -48,11 +48,11 @@ def launch(options: LaunchRequest) -> None:
 
 
 def _refuse_unused(options: LaunchRequest) -> None:
-    """Reject options that would have no effect."""
+    """Raise UsageError for options that would have no effect."""
     if not options.program:
         if options.inject is not None:
             raise UsageError("--inject is for a script or command of your own, given after --")
-        if options.probe is not None:  # the bundled trainer runs no code but fcp's own, which `fcp verify` compares
+        if options.probe is not None:  # `fcp verify` covers the bundled trainer
             raise UsageError(
                 "--probe and --no-probe are for a script of your own, given after --; see also 'fcp verify'"
             )
@@ -104,7 +104,7 @@ def _run_preflight(options: LaunchRequest) -> None:
         check_space(job)
     except UsageError:
         raise
-    except FcpError as error:  # before there is a job, nothing can be checked beyond it
+    except FcpError as error:  # without a job, no further check can run
         findings = [LaunchFinding(severity="error", message=str(error)), *findings]
     errors = sum(finding.severity == "error" for finding in findings)
     if options.json:
@@ -147,7 +147,7 @@ def _launch_job(job: Job, options: LaunchRequest, owned: Ownership | None = None
 
 
 def _resolve(options: LaunchRequest) -> Job:
-    """Complete the typed options, and print the assumptions."""
+    """Resolve the options to a job, and print the assumptions."""
     from fcp_cli.launching.resolve import resolve
 
     request, device = options, options.device
@@ -172,7 +172,7 @@ def _find_machine(device: str, *, dry_run: bool) -> LocalDevices:
 
 
 def _findings(job: Job) -> tuple[list[LaunchFinding], JobMemory | None]:
-    """Return problems of this machine and the job's environment that make the job fail or slow, and a rank's memory."""
+    """Return the findings of the launch checks, and the memory of a rank."""
     from fcp_cli.launching.checks import check_launch, collect_job_facts
     from fcp_cli.launching.checks.memory import job_memory
 
@@ -189,7 +189,7 @@ def _show_memory(memory: JobMemory | None) -> None:
 
 
 def _show_findings(findings: list[LaunchFinding], *, starts: bool = True) -> None:
-    """Print the findings; errors that only affect a launch from here are warnings if nothing is launched."""
+    """Print the findings; errors are printed as warnings if nothing is launched."""
     for finding in findings:
         if finding.severity == "error" and not starts:
             note(f"warning: a launch from this machine would fail: {finding.message}")
@@ -200,7 +200,7 @@ def _show_findings(findings: list[LaunchFinding], *, starts: bool = True) -> Non
 
 
 def _print_commands(job: Job, *, json: bool) -> None:
-    """Print the result of --dry-run on stdout, so that it can be piped into a file or a shell."""
+    """Print the commands of --dry-run on stdout, so that they can be piped into a file or a shell."""
     from fcp_cli.launching.job.document import launch_record
     from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN
 
@@ -220,7 +220,7 @@ def _print_commands(job: Job, *, json: bool) -> None:
 
 
 def _explain(job: Job, *, json: bool) -> None:
-    """Print every variable of the job on stdout, as wide in a pipe as on a terminal."""
+    """Print all variables of the job on stdout (--explain)."""
     from rich.console import Console
 
     from fcp_cli.launching.job.explain import explanation_document, explanation_table

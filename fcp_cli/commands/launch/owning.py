@@ -1,4 +1,4 @@
-"""The run folder of a launch, owned before anything in it is read or changed."""
+"""Ownership of the run directory of a launch, acquired before anything in it is read or changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def owned_job(options: LaunchRequest, resolve: Callable[[LaunchRequest], Job]) -> Iterator[tuple[Job, Ownership]]:
-    """Yield the job of the options, and its run folder, which this process owns."""
+    """Yield the resolved job and the ownership of its run directory."""
     from fcp_cli.runs.ownership import own
 
     with ExitStack() as stack:
@@ -36,16 +36,16 @@ def owned_job(options: LaunchRequest, resolve: Callable[[LaunchRequest], Job]) -
                         announce=note,
                     )
                 )
-            except FileExistsError:  # another launch has just taken this number
+            except FileExistsError:  # a concurrent launch took this automatic run number
                 job = resolve(options)
                 continue
-            if not owned.is_new:  # another job made it, and may have ended there, since it was looked at
+            if not owned.is_new:  # its state may have changed since the job was resolved
                 job = resolve(options)
         yield job, owned
 
 
 def _own_named(options: LaunchRequest) -> Ownership | None:
-    """Acquire the folder that the options name, if it exists."""
+    """Own the run directory named or implied by the options; None if it does not exist yet."""
     from fcp_cli.runs.launch_record import latest_run_dir
     from fcp_cli.runs.ownership import own
 
@@ -58,5 +58,5 @@ def _own_named(options: LaunchRequest) -> Ownership | None:
 
 
 def _job_of(options: LaunchRequest) -> str:
-    """Return the same text on all nodes of a job that is launched on each of them."""
+    """Return a job id that is equal on all nodes of a multi-node launch; "" on a single node."""
     return f"{options.nodes} nodes at {options.master_addr}:{options.master_port}" if options.master_addr else ""

@@ -16,7 +16,7 @@ from fcp_cli.console import human, note, print_json, verbosity
 from fcp_cli.errors import Interrupted, PlanError, RunError
 from fcp_cli.words import counted, duration
 
-_FAR_OFF = 1.5  # an estimate that is wrong by this factor is worth a line
+_FAR_OFF = 1.5  # factor between predicted and measured step time that is reported
 
 if TYPE_CHECKING:
     from fcp_cli.launching.job.job import Job
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
-    """Start this machine's ranks in an acquired run folder, show their output, and report the end."""
+    """Run this machine's ranks in an owned run directory, show their output, and report the end."""
     from fcp_cli.files import write_text_atomically
     from fcp_cli.launching.checks.preflight import check_run_dir
     from fcp_cli.launching.job.document import launch_record, resume_command
@@ -57,7 +57,7 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
     if stopped_by is not None:
         stopped = Interrupted(_stop_message(job, resume_command(job)))
-        stopped.exit_status = 128 + stopped_by  # as a shell reports a program that the signal itself ended
+        stopped.exit_status = 128 + stopped_by  # like a shell for a program ended by that signal
         raise stopped
     if outcome.failure is not None and is_full(job.run_dir):
         raise RunError(full_disk_line(job.run_dir, resume_command(job) if job.is_bundled else ""))
@@ -67,7 +67,7 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
 
 
 def _shared_cores(job: Job) -> str:
-    """Return a line if there are more ranks here than cores; "" if there are not."""
+    """Return a note if more ranks run here than there are cores, else ""."""
     ranks, cores = job.processes_per_node, job.machine.num_cores
     if job.stack != "cpu" or ranks <= cores:
         return ""
@@ -75,12 +75,12 @@ def _shared_cores(job: Job) -> str:
 
 
 def _predicted_time(job: Job) -> str | None:
-    """Return a line with the predicted time of a step and of the remaining steps; None without a prediction."""
+    """Return a line with the predicted time per step and in total, or None without a prediction."""
     from fcp_cli.plan.file.reader import PlanReader
 
     try:
         steps, seconds = PlanReader(job.plan).predicted_seconds()
-    except PlanError:  # an assumed plan, which is not there yet
+    except PlanError:  # assumed plan: no file yet
         return None
     last = job.settings.steps if job.settings is not None else None
     if last is not None:
@@ -115,7 +115,7 @@ def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> t
                 shows=_shows(job),
                 watch=refresh,
                 announce=note,
-                # msrun joins a rank's streams, and the trainer's output there is for people.
+                # msrun merges stdout and stderr; the trainer's human-readable lines belong on stderr.
                 stdout="stderr" if json or (bundled and job.launcher == "msrun") else "stdout",
             ),
         )
@@ -127,7 +127,7 @@ def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> t
 
 
 def _progress(job: Job, node_rank: int) -> RunProgress:
-    """Return the follower of the metrics; it shows the steps of the bundled trainer, and a script shows its own."""
+    """Return the progress reporter; it prints steps of the bundled trainer only, since scripts print their own."""
     from fcp_cli.launching.supervision.run_progress import RunProgress
     from fcp_cli.training.progress import TrainingProgress
 
@@ -137,7 +137,7 @@ def _progress(job: Job, node_rank: int) -> RunProgress:
 
 
 def _shows(job: Job) -> bool:
-    """Return whether to show rank 0's output: on its own node; -q silences only the bundled trainer."""
+    """Return whether to show rank 0's output: only on node 0, and -q hides it for the bundled trainer."""
     return not job.node_rank and (not job.is_bundled or verbosity.level >= 0)
 
 
@@ -199,7 +199,7 @@ def _report_end(job: Job, ran: RunSummary, *, json: bool) -> None:
 
 
 def _wrong_estimate(job: Job, slowdown: float | None) -> str:
-    """Return a line if steps took far longer or shorter than a plan predicts whose profile nobody measured; else ""."""
+    """Return a note if measured and predicted step times differ by `_FAR_OFF` under an unmeasured profile; else ""."""
     profile = job.profile
     if slowdown is None or 1 / _FAR_OFF < slowdown < _FAR_OFF:
         return ""

@@ -1,3 +1,3 @@
-"""`fcp manifest`: its options, and the commands that build, merge, show and imitate manifests."""
+"""`fcp manifest`: options and commands to build, merge and show manifests."""
 
 from fcp_cli.commands.manifest.command import manifest_app as manifest_app

@@ -1,4 +1,4 @@
-"""`fcp manifest`: build a length manifest from data, and show one."""
+"""`fcp manifest`: build a length manifest from data, merge parts of one, and show one."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def show(
 
 
 def _note_assumed(description: dict[str, Any], options: BuildOptions) -> None:
-    """Note an assumed column, and that bytes are counted instead of tokens."""
+    """Print a note if the column was assumed, and a warning if bytes are counted instead of tokens."""
     if description.get("column") and options.column is None:
         note(f"assumed --column = {description['column']}")
     is_text = description.get("column") not in ("input_ids", "tokens", "token_ids")

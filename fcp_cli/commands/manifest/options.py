@@ -11,7 +11,7 @@ from fcp_cli.options import MOST_WORKERS, Arg, Opt, Typed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildOptions:
-    """Where the sequences are, and the tokenizer that counts them."""
+    """Options of `fcp manifest build`."""
 
     source: Annotated[
         tuple[str, ...],
