@@ -1,1 +1,1 @@
-"""Runs one node's part of a job, shows it, stops it in time, and names the rank that failed."""
+"""Runs and monitors one node's ranks: shows output, stops them gracefully, and names the rank that failed."""

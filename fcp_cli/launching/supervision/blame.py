@@ -1,7 +1,7 @@
-"""Which of several failed ranks is to blame, and why torchrun failed before any rank ran. Pure: texts in, verdict out.
+"""Finds the root cause among several failed ranks, or of a failed rendezvous. Pure functions of log texts.
 
-When one rank fails, its peers fail within milliseconds because their connection is gone, and torchrun may see them
-first. So a rank's own words count before torchrun's order.
+When one rank fails, its peers lose their connection and fail within milliseconds, and torchrun may see them first. So
+a rank's own error message takes precedence over torchrun's order.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-# One failed rank in torchrun's summary; a rank that a signal ended has a negative exit code.
+# One failed rank in torchrun's summary; the exit code of a rank killed by a signal is negative.
 _FAILED_RANK = re.compile(
     r"rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\s*exitcode\s*:\s*(?P<status>-?\d+)"
 )
-_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch's, before each line of an exception that was not caught
-# Printed by gloo, NCCL, HCCL and torch's store in a rank whose peer is gone, and by fcp in a rank that agrees with one
-# that has already named the reason.
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # added by torch to each line of an uncaught exception
+# Printed by gloo, NCCL, HCCL and torch's store in a rank whose peer is gone, and by fcp in a rank that stops because
+# another rank has printed the reason.
 _VICTIM = re.compile(
     r"lost the connection to another rank|Connection (closed|reset) by peer|Broken pipe|Connection refused"
     r"|ncclRemoteError|NCCL (communicator was aborted|error.*remote process exited)|HCCL.*(remote|timeout)"
     r"|Socket Timeout|DistNetworkError|DistStoreError|the line that it printed says why"
 )
-# Printed by fcp in a rank whose peer sent nothing; a peer that failed has a better reason.
+# Printed by fcp in a rank whose peer sent nothing; a failed peer's own error is a better reason.
 _WAITED = re.compile(r"(rank \d+ on \S+: )?waited \S+ s in vain for another rank")
-# fcp's own error, printed by its programs or raised through a user's script.
+# An error of fcp, printed by its programs or raised through a user's script.
 _OWN_ERROR = re.compile(r"^(?:error: |fcp_cli\.errors\.\w+: )(?P<message>.+)$")
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*$")
-# Printed by C++ when a backend's threads still run while the interpreter ends: an abort after the rank's own error.
+# Printed by C++ if a backend's threads still run at interpreter exit: an abort after the rank's own error.
 _TEARDOWN = "terminate called without an active exception"
-_ABORT = -6  # how NCCL's watchdog and C++ exceptions end a rank, mostly one whose peer is gone
-_TERMINATED = -15  # torchrun ends the ranks that are left
+_ABORT = -6  # SIGABRT, from NCCL's watchdog or a C++ exception: mostly in a rank whose peer is gone
+_TERMINATED = -15  # SIGTERM, from torchrun to the remaining ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailedRank:
-    """A rank that its launcher saw fail.
+    """A failed rank.
 
     Attributes:
-        status: exit status; negative: the signal that ended it.
-        words: the last lines of its standard error.
+        status: exit status; negative: the signal that killed it.
+        words: last lines of its standard error.
     """
 
     rank: int
@@ -49,28 +49,28 @@ class FailedRank:
 
     @property
     def own_error(self) -> str:
-        """The error of fcp's own that it ended with, else ""."""
+        """Message of the fcp error in its last line, else ""."""
         match = _OWN_ERROR.match(self.words[-1]) if self.words else None
         return match["message"] if match else ""
 
     @property
     def raised(self) -> str:
-        """The exception that its traceback ends with, else ""."""
+        """Last line of its traceback (exception and message), else ""."""
         return next((line.strip() for line in reversed(self.words) if _RAISED.match(line)), "")
 
     @property
     def is_victim(self) -> bool:
-        """Return whether it failed because another rank had."""
-        # If fcp names the error, torch's output before it does not matter.
+        """Whether it failed because another rank did."""
+        # An fcp error decides alone: torch's output before it may look like a victim's.
         lines = self.words[-1:] if self.own_error else self.words
         return any(_VICTIM.search(line) for line in lines)
 
     @property
     def blame(self) -> int:
-        """The lower, the likelier it failed first."""
+        """Sort key of the root cause, 0 to 4; the lower, the likelier it failed first."""
         if self.own_error and not self.is_victim:
             return 3 if _WAITED.match(self.own_error) else 0
-        # A kill or a crash hits one rank by itself; it had no time to say so.
+        # Killed or crashed by itself, without time to print a reason.
         if self.status < 0 and self.status not in (_ABORT, _TERMINATED):
             return 1
         if not self.is_victim:
@@ -79,11 +79,11 @@ class FailedRank:
 
 
 def failed_ranks(summary: str, words: Mapping[int, Sequence[str]]) -> list[FailedRank]:
-    """Return the ranks of this node that failed, the one to blame first; none if torchrun itself failed.
+    """Return the failed ranks of this node, the root cause first; none if torchrun itself failed.
 
     Args:
-        summary: the summary of torchrun, which lists the first failure last.
-        words: the last lines of the standard error of every local rank.
+        summary: log of torchrun, whose summary lists the first failure last.
+        words: last lines of standard error by local rank.
     """
     found = [
         FailedRank(
@@ -98,15 +98,15 @@ def failed_ranks(summary: str, words: Mapping[int, Sequence[str]]) -> list[Faile
 
 
 def by_blame(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) -> list[FailedRank]:
-    """Return the failed ranks of this node, the one to blame first.
+    """Return the failed ranks of this node, the root cause first.
 
-    They are those that a launcher saw fail, and those whose own output says that they fail.
+    Includes ranks that the launcher did not see fail, but whose output ends with an error.
 
     Args:
-        found: those that it saw, the first one first.
-        words: the last lines of the standard error of every local rank.
+        found: ranks that the launcher saw fail, in order of time.
+        words: last lines of standard error by local rank.
     """
-    # Ranks that agree print the same: then the one whose output is on the screen anyway.
+    # Ranks that fail together print the same fcp error: prefer local rank 0, whose output is shown anyway.
     return sorted(
         [*found, *_unseen(found, words)],
         key=lambda rank: (rank.blame, rank.local_rank if rank.own_error else 0),
@@ -114,7 +114,7 @@ def by_blame(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) ->
 
 
 def _unseen(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) -> Iterator[FailedRank]:
-    """Yield ranks that had printed why they fail, but were still ending when torchrun saw a victim of theirs."""
+    """Yield ranks that printed an error but had not exited yet when the launcher saw one of their victims fail."""
     if not found:
         return
     seen = {rank.local_rank for rank in found}
@@ -125,13 +125,13 @@ def _unseen(found: Sequence[FailedRank], words: Mapping[int, Sequence[str]]) -> 
             status=1,
             words=without_noise(words[local_rank]),
         )
-        # A rank that had said nothing may have ended well, and a victim's words blame nobody.
+        # A rank without an error may have succeeded, and a victim is not the cause.
         if (rank.own_error or rank.raised) and not rank.is_victim:
             yield rank
 
 
 def without_noise(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return the lines of a rank without torch's lines before them and its teardown's after them."""
+    """Return a rank's output without torch's `[rankN]:` prefixes and the teardown line of C++."""
     return tuple(_PREFIX.sub("", line) for line in lines if line != _TEARDOWN)
 
 
@@ -171,7 +171,7 @@ _CAUSES = (
 
 
 def meeting_problem(log: str) -> str:
-    """Return why the nodes did not come together, out of torchrun's log; "" for any other reason."""
+    """Return the reason of a failed rendezvous from torchrun's log; "" if it failed otherwise."""
     for pattern, text in _CAUSES:
         match = pattern.search(log)
         if match is not None:

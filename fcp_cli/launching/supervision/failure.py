@@ -19,18 +19,18 @@ _STOPPED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """A rank or launcher that failed, and its error.
+    """A failed rank or launcher, and its error.
 
     Attributes:
         rank: global rank, or None if the launcher itself failed.
-        status: exit status of the rank; negative: the signal that ended it.
-        message: the one line that fcp's own code ended with, or why the rendezvous failed; else "".
-        last_lines: the end of its standard error.
-        log: the whole of it.
-        is_local_rank_0: whether the log is the one that is copied to the terminal of node 0.
-        launcher: the launcher of the rank.
-        raised: the exception that ended it, if it left a traceback.
-        is_victim: whether all that is known here is that its connection to another rank broke.
+        status: exit status; negative: the signal that killed it.
+        message: one-line error of fcp, or the reason of a failed rendezvous; else "".
+        last_lines: last lines of its standard error.
+        log: file with all of its standard error.
+        is_local_rank_0: whether the log is local rank 0's, which node 0 copies to the terminal.
+        launcher: name of the launcher.
+        raised: last line of its traceback, or "".
+        is_victim: whether only a lost connection to another rank is known.
     """
 
     rank: int | None
@@ -44,7 +44,7 @@ class Failure:
     is_victim: bool = False
 
     def summary(self) -> str:
-        """Return one line: the failed rank, the cause, and the file with the rest."""
+        """Return one line: the failed rank, the cause, and the log file."""
         if self.rank is None:
             early = f"{self.launcher} failed with status {self.status} before any rank did; see {self.log}"
             if self.status < 0:
@@ -57,16 +57,16 @@ class Failure:
             where = "lost its connection to a rank of another node, which names the reason unless that node died"
             return f"{self.who} {where}; its whole output is in {self.log}"
         how = f"failed: {self.raised}" if self.raised else f"exited with status {self.status}"
-        # A rank that raised may yet abort while its interpreter ends: the exception is the reason then, not the signal.
+        # A rank may abort at interpreter exit after an exception, which is then the reason.
         if self.status < 0 and not (self.status == -signal.SIGABRT and self.raised):
             how = f"was ended by {_signal_words(self.status)}"
         return f"{self.who} {how}; its whole output is in {self.log}"
 
     def report(self, *, rank_0_is_shown: bool) -> tuple[tuple[str, ...], str]:
-        """Return the rank's last lines and the summary, without lines already on the screen; both may be empty.
+        """Return the rank's last lines and the summary, both empty if already on the screen.
 
         Args:
-            rank_0_is_shown: local rank 0's output was copied to the screen.
+            rank_0_is_shown: whether local rank 0's output was copied to the screen.
         """
         is_shown = rank_0_is_shown and self.is_local_rank_0
         if self.message and is_shown:
@@ -88,11 +88,11 @@ def _signal_words(status: int) -> str:
 
 
 class TorchrunRanks:
-    """The ranks that torchrun has started here: their output files and failures. `MsrunRanks` has the same methods.
+    """Output files and failures of the ranks that torchrun started on this node; same interface as `MsrunRanks`.
 
     Attributes:
-        log: output of the launcher itself.
-        streams: names of a rank's output files.
+        log: output of torchrun itself.
+        streams: output streams of a rank, each with its own file.
     """
 
     streams: tuple[str, ...] = ("stdout", "stderr")
@@ -102,27 +102,27 @@ class TorchrunRanks:
         self._log_dir = log_dir
 
     def rank_0(self, stream: str) -> Path | None:
-        """Return the file of a stream of local rank 0; None until it has been started."""
+        """Return the output file of local rank 0 for a stream; None until the rank has started."""
         found = sorted(self._log_dir.glob(f"*/attempt_*/0/{stream}.log"))
-        # Of several attempts the latest.
+        # The latest of several attempts.
         return found[-1] if found else None
 
     def must_end(self, pid: int) -> bool:
-        """Return whether the launcher must be ended because a rank failed: torchrun ends by itself."""
+        """Return whether the launcher must be killed because a rank failed; never, since torchrun exits by itself."""
         return False
 
     def ranks(self, pid: int) -> list[int]:
-        """Return the processes that run."""
+        """Return the pids of the running ranks."""
         return processes.children(pid)
 
     def find_failure(self, status: int) -> Failure:
-        """Return the rank to blame after torchrun ended with `status`; see `blame`."""
+        """Return the root cause after torchrun exited with `status`; see `blame`."""
         summary = _text(self.log)
         logs = {int(path.parent.name): path for path in sorted(self._log_dir.glob("*/attempt_*/*/stderr.log"))}
         words = {local_rank: _recorded_error(path.parent) or last_lines(path) for local_rank, path in logs.items()}
         failed = failed_ranks(summary, words)
         if not failed:
-            stopped = _STOPPED.search(summary)  # by someone else: fcp signals the ranks, or kills
+            stopped = _STOPPED.search(summary)  # by someone else: fcp only signals ranks, or kills
             return Failure(
                 rank=None,
                 status=-int(stopped[1]) if stopped else status,
@@ -136,23 +136,23 @@ class TorchrunRanks:
 
 
 def _recorded_error(folder: Path) -> tuple[str, ...]:
-    """Return a rank's record for TorchElastic, as its standard error would end with it; empty without a record.
+    """Return the error that a rank recorded for TorchElastic, as last lines of standard error; () without a record.
 
-    The runtime, the bundled trainer and any script under `@record` leave one; a script without hooks (--inject none)
-    does not, nor does a rank that a signal ended: of those the printed lines are all there is.
+    The runtime, the bundled trainer and scripts under `@record` write one; scripts without hooks (--inject none) and
+    ranks killed by a signal do not.
     """
     try:
         message = read_json(folder / "error.json", error=RunError)["message"]
         line, stack = str(message["message"]), str(message["extraInfo"]["py_callstack"])
     except (RunError, KeyError, TypeError):
         return ()
-    # fcp's own errors are one line without a traceback.
+    # Errors of fcp are recorded without a traceback.
     lines = [f"error: {line}"] if stack == line else stack.splitlines()
     return tuple(filter(str.strip, lines))[-_LAST_LINES:]
 
 
 def failure_of(first: FailedRank, *, log: Path, is_local_rank_0: bool = False, launcher: str = "torchrun") -> Failure:
-    """Return the failure of the rank that is to blame, on this machine."""
+    """Return the failure of the root-cause rank, which ran on this machine."""
     return Failure(
         rank=first.rank,
         status=first.status,
@@ -167,7 +167,7 @@ def failure_of(first: FailedRank, *, log: Path, is_local_rank_0: bool = False, l
 
 
 def last_lines(path: Path, *, ignored: re.Pattern[str] | None = None) -> tuple[str, ...]:
-    """Return the last lines of a log that are not blank, nor match `ignored`."""
+    """Return the last lines of a log, skipping blank lines and those that match `ignored`."""
     lines = (line for line in _text(path).splitlines() if line.strip())
     return tuple(line for line in lines if ignored is None or not ignored.match(line))[-_LAST_LINES:]
 

@@ -1,4 +1,4 @@
-"""A job whose disk is full: its ranks cannot even write why they fail, so their last words say anything but that."""
+"""Detects a full disk after a failure: ranks cannot log the reason then, so their last lines are misleading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(folder: Path) -> bool:
-    """Return whether the disk of a folder, or the user's share of it, holds nothing more."""
+    """Return whether the disk of a folder, or the user's quota on it, is full."""
     try:
         with TemporaryFile(dir=folder) as probe:
             probe.write(b"\0" * _PROBE_BYTES)
@@ -26,11 +26,11 @@ def is_full(folder: Path) -> bool:
 
 
 def full_disk_line(run_dir: Path, resume: str) -> str:
-    """Return the last line of a job whose disk is full: the kept files, and how to continue.
+    """Return the final error line of a job whose disk is full: the files kept, and how to continue.
 
     Args:
         run_dir: the run directory.
-        resume: the command that continues the run; "" if it resumes by other means.
+        resume: command that resumes the run; "" if it is restarted by other means.
     """
     saved = checkpoints(RunPaths(run_dir=run_dir).checkpoints)
     kept = f"{saved[-1].name} and the metrics are kept" if saved else "no checkpoint was saved, the metrics are kept"

@@ -1,9 +1,8 @@
-"""Ends a launcher and its ranks when fcp is gone: `kill -9`, or a kernel short of memory, leaves it no time to.
+"""Guard process: stops the launcher and its ranks if fcp itself is killed (`kill -9`, or out of memory).
 
-A separate program, started before the launcher: fcp holds the other end of its standard input, which the system
-closes when fcp ends, however that comes. Unlike a death signal of the kernel (PR_SET_PDEATHSIG), this needs no code
-between fork and exec, does not hang on the thread that started the launcher, and lets the ranks end their step: of a
-SIGTERM, msrun dies without its ranks.
+It is started before the launcher. fcp holds the other end of its standard input, which the kernel closes when fcp
+ends for any reason. Unlike PR_SET_PDEATHSIG, this needs no code between fork and exec, does not depend on the thread
+that started the launcher, and lets ranks finish their step. SIGTERM would kill msrun without its ranks.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ _POLL_SECONDS = 0.2
 
 @contextmanager
 def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iterator[Callable[[int], None]]:
-    """Start a guard; the launcher whose process the yielded function is given does not outlive this process.
+    """Start a guard, and yield a function that takes the launcher's pid, which then does not outlive this process.
 
     Args:
-        argv: the argv of the launcher.
-        log_dir: the folder into which it puts the ranks' output.
-        grace_seconds: the grace seconds that the ranks have for their step, once they are asked to stop.
+        argv: command of the launcher.
+        log_dir: folder of the ranks' output.
+        grace_seconds: time that ranks have to finish their step after SIGINT.
     """
     guard = subprocess.Popen(
         [sys.executable, "-m", "fcp_cli.launching.supervision.guard"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # neither Ctrl-C nor a signal to fcp's process group ends it
+        start_new_session=True,  # so that Ctrl-C and signals to fcp's process group do not reach it
     )
     stdin = guard.stdin
     assert stdin is not None
@@ -51,21 +50,21 @@ def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iter
             "mark": started_by.mark_of(os.getpid()),
         }
         line = json.dumps({**launcher, **job})
-        with suppress(BrokenPipeError):  # the guard was ended: the job continues without it
+        with suppress(BrokenPipeError):  # the guard was killed: the job continues without it
             stdin.write(line.encode() + b"\n")
             stdin.flush()
 
     try:
         yield watch_over
     finally:
-        guard.kill()  # before its input closes
+        guard.kill()  # before its input closes, which would make it stop the job
         with suppress(BrokenPipeError):
             stdin.close()
         guard.wait()
 
 
 def main() -> None:
-    """Wait for the end of fcp, then ask the ranks that it started to stop, and end everything when they have."""
+    """Wait until fcp has ended, interrupt its ranks, and kill what remains after the grace time."""
     line = sys.stdin.readline()
     sys.stdin.read()  # returns when fcp has ended
     if not line.endswith("\n"):  # fcp had not started anything
@@ -75,7 +74,7 @@ def main() -> None:
     ranks = ranks_of(launcher["argv"], Path(launcher["log_dir"]))
 
     def is_there() -> bool:
-        """Return whether it runs, and no other process of its number; always False if there is no /proc."""
+        """Return whether the launcher runs, and its pid was not reused; always False without /proc."""
         return started is not None and processes.started_ticks(pid) == started
 
     if is_there():
@@ -89,5 +88,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.chdir("/")  # it keeps no folder busy
+    os.chdir("/")  # so that it does not keep a folder busy
     main()

@@ -1,7 +1,8 @@
-"""The ranks that msrun has started here: their numbers, output files and failures.
+"""Ranks that msrun started on this node: numbers, output files and failures.
 
-msrun joins a rank's two streams in `worker_RANK.log`. When a rank fails it kills the others and then waits for its
-scheduler, for minutes; and it names the first failed rank by number, not by time. So ranks are watched from outside.
+msrun writes both streams of a rank to `worker_RANK.log`. If a rank fails, msrun kills the others and then waits for
+its scheduler for minutes, and it reports the lowest failed rank, not the first in time. So ranks are monitored from
+outside.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from fcp_cli.machine import processes
 
 _LOCAL_WORKERS = "--local_worker_num="
 _ROLE, _WORKER, _SCHEDULER, _RANK = "MS_ROLE", "MS_WORKER", "MS_SCHED", "MS_NODE_ID"
-# How long the other ranks have for their last words.
+# Time for the other ranks to print their errors after the first failure.
 _GRACE_SECONDS = 3.0
 _NOTICE = re.compile(r"Worker process (?P<process>\d+) exit with exception\. Error code: (?P<status>-?\d+)")
-# Log lines of MindSpore's own code; they may come after a rank's last words.
+# MindSpore's own log lines, which may follow a rank's error.
 _CHATTER = re.compile(r"^\[(DEBUG|INFO|WARNING)\] ")
 
 
 class MsrunRanks:
-    """The ranks of one node. `must_end` must be called often while msrun runs."""
+    """Ranks of one node. Poll `must_end` while msrun runs: ranks are found only while they live."""
 
     streams: tuple[str, ...] = ("stdout",)
 
@@ -37,18 +38,18 @@ class MsrunRanks:
             int(word.removeprefix(_LOCAL_WORKERS)) for word in argv if word.startswith(_LOCAL_WORKERS)
         )
         self._clock = clock
-        self._ranks: dict[int, int] = {}  # process to global rank
+        self._ranks: dict[int, int] = {}  # pid -> global rank
         self._scheduler: int | None = None
         self._failed: tuple[int | None, int] | None = None  # rank (None: the scheduler) and status
         self._ends_at = 0.0
 
     def rank_0(self, stream: str) -> Path | None:
-        """Return the output file of global rank 0; None until it has been started, or on other nodes."""
+        """Return the output file of global rank 0; None until it has started, and on other nodes."""
         path = self._worker_log(0)
         return path if path.is_file() else None
 
     def must_end(self, pid: int) -> bool:
-        """Note who has ended; return True if the job failed and msrun must be ended."""
+        """Poll for failed ranks; return True if msrun must be killed, `_GRACE_SECONDS` after the first failure."""
         self._find(pid)
         if self._failed is None:
             self._failed = self._first_failed()
@@ -56,15 +57,15 @@ class MsrunRanks:
         return self._failed is not None and self._clock() > self._ends_at
 
     def ranks(self, pid: int) -> list[int]:
-        """Return the processes that run."""
+        """Return the pids of the running ranks."""
         self._find(pid)
         alive = set(processes.children(pid))
         return [process for process in self._ranks if process in alive]
 
     def find_failure(self, status: int) -> Failure:
-        """Return the rank to blame after msrun ended with `status`; see `blame`.
+        """Return the root cause after msrun exited with `status`; see `blame`.
 
-        Its last lines are always reported: rank 0's were shown, but as output, and among MindSpore's messages.
+        Last lines are reported even of rank 0, since on the screen they are buried in MindSpore's log lines.
         """
         rank, status = self._failed or self._noticed() or (None, status)
         if rank is None:
@@ -87,19 +88,19 @@ class MsrunRanks:
         return failure_of(first, log=self._worker_log(first.rank), launcher="msrun")
 
     def _find(self, pid: int) -> None:
-        """Find the ranks that msrun has started since the last call; a signal may come between two."""
+        """Find ranks started since the last call: msrun starts them one by one."""
         if len(self._ranks) == self._expected:
             return
         for child in processes.children(pid):
             environment = processes.environment_of(child)
-            # msrun's `tail` has the environment of a rank, but shares msrun's session.
+            # msrun's `tail` has a rank's environment too, but does not lead a session.
             if environment.get(_ROLE) == _WORKER and _RANK in environment and processes.leads_session(child):
                 self._ranks[child] = int(environment[_RANK])
             elif environment.get(_ROLE) == _SCHEDULER:
                 self._scheduler = child
 
     def _first_failed(self) -> tuple[int | None, int] | None:
-        """Return who failed first: by msrun's log, which names it before the others are killed, or by unasked exits."""
+        """Return the first failure: as in msrun's log, written before it kills the others, else by exit status."""
         for process, rank in self._ranks.items():
             if status := processes.exit_status(process):
                 return self._noticed() or (rank, status)
@@ -120,5 +121,5 @@ NodeRanks: TypeAlias = TorchrunRanks | MsrunRanks
 
 
 def ranks_of(argv: Sequence[str], log_dir: Path) -> NodeRanks:
-    """Return the ranks that a launcher's command starts; their output is in `log_dir`."""
+    """Return the ranks object for a launcher's command; `log_dir` holds their output."""
     return MsrunRanks(argv, log_dir) if Path(argv[0]).name == "msrun" else TorchrunRanks(log_dir)

@@ -1,4 +1,4 @@
-"""Runs one node's command here: shows rank 0, forwards Ctrl-C, leaves no process behind, and names who failed."""
+"""Runs one node's launcher: shows rank 0, forwards Ctrl-C, leaves no process behind, and reports the failed rank."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from fcp_cli.reading.verified import verified_variable
 from fcp_cli.runs.metrics.follower import FileFollower
 
 _POLL_SECONDS = 0.1
-# What a rank prints whose peer is gone: a traceback, the bundled trainer's line, or torch's log lines of C++.
+# Output of a rank whose peer is gone: a traceback, the bundled trainer's error, or log lines of torch's C++.
 _OF_A_VICTIM = re.compile(
     rb"Traceback \(most recent call last\)|lost the connection to another rank"
     rb"|\[[WE]\d{4} \S+ \w+\.cpp:\d+\].*(recv|send|waitForInput|Broken pipe|(reset|closed) by peer)"
 )
-# A stopped launcher whose ranks have ended may wait five minutes for other nodes' launchers, which may be gone.
+# After its ranks have ended, a stopped launcher may wait five minutes for launchers of other nodes, which may be gone.
 _ALONE_SECONDS = 60.0
-_HELD_SECONDS = 10.0  # longer than from a lost connection to the end of the job
+_HELD_SECONDS = 10.0  # longer than a job takes to end after a lost connection
 
 
 class Process(Protocol):
-    """The part of `subprocess.Popen` that is used; tests pass their own."""
+    """Interface of `subprocess.Popen` that is used here; tests pass their own."""
 
     @property
     def pid(self) -> int: ...
@@ -55,13 +55,13 @@ Start: TypeAlias = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Proce
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screen:
-    """The output of a running job, and who sees it.
+    """Where the output of a running job is shown.
 
     Attributes:
-        shows: whether local rank 0's output is copied to fcp's own streams.
-        stdout: to which of fcp's streams rank 0's standard output goes to.
+        shows: whether to copy local rank 0's output to fcp's own streams.
+        stdout: stream of fcp that receives rank 0's standard output.
         watch: called about ten times a second while the job runs, and once after its end.
-        announce: receives the events after Ctrl-C, one line each.
+        announce: receives one line per event, e.g. after Ctrl-C.
     """
 
     shows: bool = True
@@ -72,12 +72,12 @@ class Screen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOutcome:
-    """The end of a job.
+    """Outcome of a job on one node.
 
     Attributes:
         status: exit status of the launcher; 0 is success.
-        stopped_by: the signal that fcp received and passed on, or None.
-        failure: the failure of a rank, or None.
+        stopped_by: first signal that fcp received, or None.
+        failure: failed rank or launcher, or None.
     """
 
     status: int
@@ -86,12 +86,12 @@ class JobOutcome:
 
     @property
     def agreed_to_stop(self) -> bool:
-        """Return whether the ranks stopped together because one of them, perhaps on another node, was asked to."""
+        """Whether all ranks stopped together because one of them, perhaps on another node, was interrupted."""
         return self.failure is not None and self.failure.status == 128 + signal.SIGINT
 
 
 def run_job(job: Job, *, node_rank: int = 0, screen: Screen = Screen(), start: Start | None = None) -> JobOutcome:
-    """Run the part of a job that is this node's to its end: `run_command` of a job with `log_dir` set."""
+    """Run this node's part of a job with `log_dir` set; see `run_command`."""
     assert job.log_dir is not None
     return run_command(
         node_argv(job, node_rank=node_rank),
@@ -120,16 +120,16 @@ def run_command(
     """Run one node's command to its end.
 
     Args:
-        argv: the argv of the launcher, which puts the ranks' output into `log_dir`.
-        environment: whole.
-        log_dir: made if it is not there.
-        screen: shown meanwhile.
-        grace_seconds: the grace seconds from SIGTERM or SIGHUP to the end of everything.
-        stop_file: once it is there, the job is stopped as by SIGTERM.
-        start: replacement of `Popen`.
+        argv: command of the launcher, which writes the ranks' output to `log_dir`.
+        environment: complete environment of the launcher.
+        log_dir: folder of the logs, created if missing.
+        screen: where the output is shown.
+        grace_seconds: time from SIGTERM or SIGHUP until everything is killed.
+        stop_file: file whose appearance stops the job like SIGTERM; None: disabled.
+        start: starts the launcher, instead of `Popen`; such a launcher has no guard.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
-    # In the environment of all that the launcher starts, by which it is found under any parent.
+    # Environment variable that marks all processes of the job, to find them even if reparented.
     mark = started_by.mark_of(os.getpid())
     ranks = ranks_of(argv, log_dir)
     targets = {"stdout": screen.stdout, "stderr": "stderr"}
@@ -137,13 +137,12 @@ def run_command(
     outputs = [_RankOutput(ranks, stream, targets[stream]) for stream in ranks.streams if screen.shows]
 
     def refresh() -> None:
-        screen.watch()  # first: an error of rank 0 stands below the steps before it
+        screen.watch()  # first, so that steps are printed before an error of rank 0
         for output in outputs:
             output.copy_new(holds=stopped.are_seen)
         if stop_file is not None and not received and stop_file.exists():
             received.append(signal.SIGTERM)
 
-    # A process that the caller starts is left to the caller.
     unguarded: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda pid: None)
     guard = guarded(argv, log_dir=log_dir, grace_seconds=grace_seconds) if start is None else unguarded
     with ranks.log.open("wb") as log, _received_signals() as received, guard as watch_over:
@@ -152,17 +151,17 @@ def run_command(
         try:
             status = _wait(process, ranks, stopped, received, refresh, screen.announce, grace_seconds)
         finally:
-            if process.poll() is None:  # the screen or a watcher has failed: the ranks must not outlive it
+            if process.poll() is None:  # an exception in the loop: the ranks must not outlive it
                 processes.kill_tree(process.pid)
                 process.wait()
-        if status < 0:  # a launcher that was killed leaves its ranks behind, under another parent
+        if status < 0:  # a killed launcher leaves its ranks behind, reparented
             started_by.end_marked(mark)
         refresh()
     stopped_by = received[0] if received else None
     is_failed = status != 0 and stopped_by is None
-    # A stopped rank first: all others can only say that they waited.
+    # A suspended rank takes precedence: the others only report that they waited.
     failure = stopped.failure(ranks.log) or ranks.find_failure(status) if is_failed else None
-    # Rank 0's traceback is then about the connection that it lost.
+    # If another rank failed, rank 0's traceback is only about the lost connection.
     another_failed = failure is not None and failure.rank is not None and not failure.is_local_rank_0
     for output in outputs:
         output.finish(hides_traceback=another_failed or (is_failed and is_full(log_dir)))
@@ -170,7 +169,7 @@ def run_command(
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> Process:
-    """Start a launcher in a new session: Ctrl-C on the terminal reaches only fcp, which asks the ranks once."""
+    """Start a launcher in a new session, so that Ctrl-C reaches only fcp, which forwards it once."""
     return subprocess.Popen(
         argv,
         env=dict(environment),
@@ -197,7 +196,7 @@ def _wait(
     announce: Callable[[str], None],
     grace_seconds: float,
 ) -> int:
-    """Wait for the end of the ranks. The first signal asks them to stop; the second, or the grace time, kills them."""
+    """Wait for the launcher. The first signal interrupts the ranks; the second, or the grace time, kills them."""
     answered, asked_at, ranks_seen_at = 0, 0.0, 0.0
     while (status := process.poll()) is None:
         refresh()
@@ -205,7 +204,7 @@ def _wait(
             answered = len(received)
             asked_at = ranks_seen_at = time.monotonic()
             _stop(process, ranks, announce, at_once=answered > 1)
-        # Not after Ctrl-C: the person who pressed it may wait for a long step, or press it again.
+        # No grace time after Ctrl-C: the user decides, by pressing it again.
         elif answered and received[0] != signal.SIGINT and time.monotonic() - asked_at > grace_seconds:
             announce(f"the step did not end within {grace_seconds:.0f} s: stopping at once (see --grace)")
             processes.kill_tree(process.pid)
@@ -220,9 +219,9 @@ def _wait(
 
 
 def _stop(process: Process, ranks: NodeRanks, announce: Callable[[str], None], *, at_once: bool) -> None:
-    """Ask the ranks directly: torchrun would give them 30 seconds, msrun none, and a step may take longer."""
+    """Interrupt the ranks directly: torchrun would kill them after 30 seconds, msrun at once, within a step."""
     running = ranks.ranks(process.pid)
-    if at_once or not running:  # none: the launcher has not come so far as to start them
+    if at_once or not running:  # none running: the launcher has not started them yet
         processes.kill_tree(process.pid)
     else:
         announce("stopping at the end of this step; press Ctrl-C again to stop at once")
@@ -247,10 +246,10 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 
 
 class _RankOutput:
-    """Copies one stream of local rank 0 to a stream of fcp while it is printed.
+    """Copies one output stream of local rank 0 to a stream of fcp.
 
-    A traceback, or a line about a lost connection, is held back for a while: if the job ends because another rank
-    failed, rank 0 prints one that would stand above the error of the rank that failed.
+    A traceback or a lost-connection line is held back for `_HELD_SECONDS`: if another rank failed, it is only a
+    consequence, and would bury the error of that rank.
     """
 
     def __init__(self, ranks: NodeRanks, stream: str, target: str) -> None:
@@ -262,7 +261,7 @@ class _RankOutput:
         self._held_since = 0.0
 
     def copy_new(self, *, holds: bool = False) -> None:
-        """Copy new output; while it `holds`, nothing held back is released: the rank waits for one that is stopped."""
+        """Copy new output; with `holds` (a rank is suspended), do not release what is held back."""
         if self._file is None:
             path = self._ranks.rank_0(self._stream)
             if path is None:
@@ -270,7 +269,7 @@ class _RankOutput:
             self._file = FileFollower(path)
         new = self._file.read()
         if not self._held and (found := _OF_A_VICTIM.search(new)):
-            start = new.rfind(b"\n", 0, found.start()) + 1  # torch writes [rank0]: before it
+            start = new.rfind(b"\n", 0, found.start()) + 1  # include torch's [rank0]: prefix
             self._write(new[:start])
             self._held, self._held_since = new[start:], time.monotonic()
         elif self._held:
@@ -281,7 +280,7 @@ class _RankOutput:
             self._release()
 
     def finish(self, *, hides_traceback: bool) -> None:
-        """Print the held-back output, unless the traceback is a victim's: the job has ended."""
+        """Print the held-back output after the end of the job, unless it is a victim's traceback."""
         if not hides_traceback:
             self._release()
 

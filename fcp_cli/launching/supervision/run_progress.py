@@ -1,4 +1,4 @@
-"""Follow the metrics of the job that runs: show its steps and its totals."""
+"""Progress of a running job, from its metrics."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fcp_cli.training.progress import TrainingProgress
 
 
 class RunProgress:
-    """The metrics of a start that begins now.
+    """Follower of a run's metrics, from now on.
 
     Args:
-        paths: the paths of the run.
-        progress: shows new steps; None: steps are only added up.
+        paths: paths of the run.
+        progress: prints new steps; None: only the totals are kept.
 
     Attributes:
-        paths: the paths of the run.
-        summary: the summary of this start.
+        paths: paths of the run.
+        summary: totals of this start.
     """
 
     def __init__(self, paths: RunPaths, progress: TrainingProgress | None) -> None:
@@ -28,14 +28,14 @@ class RunProgress:
         self._tail = MetricsTail(paths.metrics, since=datetime.now(timezone.utc).isoformat())
 
     def poll(self) -> None:
-        """Show new steps; to be called often."""
+        """Read and print new steps; call it repeatedly."""
         for record in self._tail.poll():
             self.summary.feed(record)
             if self._progress is not None:
                 self._progress.feed(record)
 
     def close(self) -> None:
-        """Show the remaining steps, and release the terminal."""
+        """Print the remaining steps, and release the terminal."""
         self.poll()
         if self._progress is not None:
             self._progress.close()

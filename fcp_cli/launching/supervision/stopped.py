@@ -1,4 +1,4 @@
-"""Ranks that a signal has stopped (SIGSTOP): they live, and every other rank waits for them until a time-out."""
+"""Detects ranks suspended by SIGSTOP: they stay alive, and all other ranks wait for them until a time-out."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Final
 from fcp_cli.launching.supervision.failure import Failure
 from fcp_cli.machine import processes
 
-_LOOK_SECONDS: Final = 2.0  # each look reads all of /proc
-_SUSPENDED_SECONDS: Final = 10.0  # between two looks: fcp itself was stopped, as with its whole job
-_MOST_SECONDS: Final = 30.0
+_LOOK_SECONDS: Final = 2.0  # each poll scans /proc
+_SUSPENDED_SECONDS: Final = 10.0  # a longer gap between polls: fcp itself was suspended, so times are void
+_MOST_SECONDS: Final = 30.0  # time for SIGCONT before the job is killed
 _RANK: Final = ("RANK", "MS_NODE_ID")
 
 
 class StoppedRanks:
-    """The stopped ranks of one node.
+    """Suspended ranks of one node.
 
-    A suspended node is not touched, nor is a suspended rank for half a minute, in which SIGCONT may come.
+    The job is killed after a rank has been suspended for half a minute, unless all ranks of the node are.
 
     Args:
-        announce: receives one line per stopped rank.
-        clock: seconds.
+        announce: receives one line per suspended rank.
+        clock: time in seconds.
 
     Attributes:
-        overdue: the rank or launcher for which the job was ended, its process, and how long it had been stopped.
+        overdue: rank (None: the launcher) for which the job was killed, its pid, and its suspended time in seconds.
     """
 
     def __init__(self, announce: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,15 +41,15 @@ class StoppedRanks:
 
     @property
     def are_seen(self) -> bool:
-        """Whether a rank is stopped now, as far as is known."""
+        """Whether a rank or the launcher was suspended at the last poll."""
         return bool(self._since)
 
     def must_end(self, launcher: int, ranks: Callable[[int], Sequence[int]]) -> bool:
-        """Note who is stopped; return True if the job has waited long enough. Call it often.
+        """Poll for suspended ranks; return True if the job must be killed. Call it repeatedly.
 
         Args:
-            launcher: its process.
-            ranks: returns the processes of its ranks.
+            launcher: pid of the launcher.
+            ranks: returns the pids of its ranks.
         """
         now = self._clock()
         if now - self._looked < _LOOK_SECONDS:
@@ -63,8 +63,8 @@ class StoppedRanks:
             if pid not in self._since:
                 self._announce(f"{_name(pid, launcher)} is stopped (SIGSTOP); let it continue with: kill -CONT {pid}")
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
-        self._most = max(self._most, len(running))  # those that fail meanwhile, of a time-out, are no longer there
-        # If all ranks are stopped the node is suspended, and none waits for another.
+        self._most = max(self._most, len(running))  # ranks that failed by time-out meanwhile are gone
+        # If all ranks are suspended, so is the node, and no rank waits for another.
         if not stopped or sum(pid != launcher for pid in stopped) == self._most:
             return False
         first = min(stopped, key=self._since.__getitem__)
@@ -74,7 +74,7 @@ class StoppedRanks:
         return True
 
     def failure(self, log: Path) -> Failure | None:
-        """Return the failure of a job that was ended for a stopped rank, or None."""
+        """Return the failure of a job that was killed because of a suspended rank, or None."""
         if self.overdue is None:
             return None
         rank, pid, seconds = self.overdue
