@@ -1,7 +1,7 @@
-"""Preflight checks: pure functions from a job and facts of this machine to findings, each one line with its remedy.
+"""Preflight checks: pure functions from a job and facts of this machine to findings of one line, with a remedy.
 
-Errors stop the launch before anything starts; warnings are printed. Faults without which there is no job at all (no
-plan, an unknown model) raise earlier, in `preflight`.
+Errors stop the launch before anything starts; warnings are only printed. Faults that prevent resolving a job at all (no
+plan, an unknown model) raise earlier, some of them in `preflight`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def collect_job_facts(job: Job) -> Facts:
     if job.num_nodes == 1 or job.node_rank is None:
         return facts
     addresses = network.addresses_of(job.master_addr)
-    # Node 0 may not listen yet, but must be reachable: it is useless to wait for a missing machine.
+    # Node 0 may not listen yet, but must be reachable: waiting for a missing machine is futile.
     looks_for_node_0 = job.node_rank > 0 and addresses
     # Under msrun, torch's rendezvous uses the port after the scheduler's.
     ports = (job.master_port, job.master_port + 1) if job.launcher == "msrun" else (job.master_port,)

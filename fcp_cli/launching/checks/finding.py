@@ -22,7 +22,7 @@ def error(message: str) -> LaunchFinding:
 
 
 def warning(message: str) -> LaunchFinding:
-    """Create a finding that is printed while the job runs."""
+    """Create a finding that is printed without stopping the launch."""
     return LaunchFinding(severity="warning", message=message)
 
 

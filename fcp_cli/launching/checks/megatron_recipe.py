@@ -1,4 +1,4 @@
-"""Check that a Megatron script's arguments ask for the recipe that its plan's memory and times are of."""
+"""Checks that a Megatron script's arguments match the recipe for which its plan was priced."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _RECOMPUTATION: Final = {"none": "", "as-needed": "", "full": _FULL, "selective"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Difference:
-    """A setting that the script has otherwise than its plan.
+    """A setting in which the script differs from its plan.
 
     Attributes:
-        found, planned: both in words.
-        added, dropped: arguments that make the script's the plan's; both empty if there are none.
-        setting: name and value in `Recipe` that make the plan's the script's; None if a plan cannot have it, for
-            which there are arguments.
+        found, planned: descriptions of the script's and the plan's setting, for messages.
+        added, dropped: arguments to add or drop so that the script matches the plan; both "" if there are none.
+        setting: `Recipe` field and value with which a plan would match the script; None if no plan can, in which case
+            `added` or `dropped` is set.
     """
 
     found: str
@@ -43,7 +43,7 @@ class _Difference:
 def recipe_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check a Megatron script's arguments against the plan's recipe.
 
-    Absent arguments are Megatron's defaults in its own scripts; others may set them themselves.
+    Megatron's defaults apply to missing arguments of its own scripts only; other scripts may set them in code.
     """
     recipe, words = job.metadata.recipe, job.arguments
     if recipe is None or not is_of_megatron(job):
@@ -90,7 +90,7 @@ def _sharding(recipe: Recipe, words: Sequence[str], is_whole: bool) -> Iterator[
 
 
 def _granularity(words: Sequence[str]) -> str | None:
-    # As in Megatron: --recompute-activations prevails over a granularity that is given, too.
+    # As in Megatron, --recompute-activations overrides --recompute-granularity.
     return "selective" if "--recompute-activations" in words else argument(words, "--recompute-granularity")
 
 
@@ -106,13 +106,13 @@ def _recomputation(recipe: Recipe, words: Sequence[str], is_whole: bool) -> Iter
         planned=_PLANNED.get(planned, f"{planned} recomputation"),
         added=_RECOMPUTATION.get(planned, ""),
         dropped=f"--recompute-granularity {_granularity(words)}" if wanted == "none" else "",
-        # Megatron has nothing like fcp's other levels, so that a plan without recomputation is the one that fits.
+        # Megatron has no equivalent of fcp's other levels, so suggest a plan without recomputation.
         setting=("recompute", level if is_known else "none") if is_known or planned not in _RECOMPUTATION else None,
     )
 
 
 def _level(words: Sequence[str]) -> str:
-    """Return the level of `Recipe` that the arguments ask for, or words for what no recipe has."""
+    """Return the recomputation level of `Recipe` that the arguments select, or a description if no level matches."""
     granularity = _granularity(words)
     if granularity is None:
         return "none"
@@ -151,7 +151,7 @@ def _precision(recipe: Recipe, words: Sequence[str], is_whole: bool) -> Iterator
 
 
 def _loss(recipe: Recipe, words: Sequence[str], is_whole: bool) -> Iterator[_Difference]:
-    # Newer versions have a fused loss that never holds the logits.
+    # Newer versions have a fused loss that never materializes the logits.
     if recipe.loss == "chunked" and is_whole and argument(words, "--cross-entropy-fusion-impl") != "linear":
         yield _Difference(found="plain loss", planned="chunked loss", setting=("loss", "plain"))
 
@@ -168,7 +168,7 @@ def _offload(recipe: Recipe, words: Sequence[str]) -> Iterator[_Difference]:
 
 
 def _remedy(job: Job, found: Sequence[_Difference]) -> str:
-    """Return the arguments that make the script's recipe the plan's, and the command of a plan for what has none."""
+    """Return the argument changes that match the script to the plan, and a `fcp plan` command for the rest."""
     by_script = [one for one in found if one.added or one.dropped]
     by_plan = [one for one in found if one not in by_script]
     if by_plan:
@@ -187,7 +187,7 @@ def _changed_script(found: Sequence[_Difference]) -> str:
 def _changed_plan(job: Job, found: Sequence[_Difference]) -> str:
     assert job.metadata.recipe is not None
     settings = dict(one.setting for one in found if one.setting is not None)
-    # Stage 3 needs all ranks in every micro-batch.
+    # ZeRO-3 gathers weights over all ranks in every micro-batch.
     changes = ["--sync", "microbatch"] if settings.get("zero_stage") == 3 else []
     recipe = replace(job.metadata.recipe, **settings)
     return f"plan with: {plan_again(job.metadata, job.plan, recipe=recipe, changes=changes, given_model=job.model)}"

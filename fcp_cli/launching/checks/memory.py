@@ -41,7 +41,7 @@ _LEAST_BYTES: Final = 5e6  # smaller items would round to 0.00 GB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobMemory:
-    """Memory of a job's rank, and its limit.
+    """Peak memory of a rank, and its limit.
 
     Attributes:
         spec, recipe: model and recipe of the job.
@@ -50,9 +50,9 @@ class JobMemory:
         holders: number of ranks that share the capacity: all ranks of a host, or 1.
         capacity_bytes: memory of a device or of the host; 0 if unknown.
         is_host: whether ranks run on CPUs.
-        place: ranks and capacity, to compute memory of other recipes.
-        plan_tokens, plan_bytes: maximum tokens per rank and bytes of a micro-batch in the plan; 0 if its rows were not
-            read.
+        place: ranks and capacity, to compute the memory of other recipes.
+        plan_tokens, plan_bytes: maximum tokens per rank and peak bytes over the plan's micro-batches; 0 if its rows
+            were not read.
     """
 
     spec: ModelSpec
@@ -95,10 +95,10 @@ class JobMemory:
 
 
 def job_memory(job: Job, facts: Facts) -> JobMemory | None:
-    """Return the memory of a job's rank; None if model or recipe is unknown.
+    """Return the peak memory of a rank, or None if model or recipe is unknown.
 
-    For a script, they are the plan's unless --model is given. On a host, where plans are tried out with other models,
-    only --model counts.
+    A script's model defaults to the plan's. On CPUs, where users try out plans with other models, it must be given with
+    --model.
     """
     metadata, device = job.metadata, job.machine.device
     recipe = metadata.recipe
@@ -135,7 +135,7 @@ def job_memory(job: Job, facts: Facts) -> JobMemory | None:
 def _most_bytes(
     job: Job, spec: ModelSpec, recipe: Recipe, place: JobRanks, rank: RankMemory, held: frozenset[int]
 ) -> float:
-    """Return the plan's maximum micro-batch bytes; with as-needed recomputation, fewer tokens may need more."""
+    """Return the peak bytes over a plan's micro-batches; with as-needed recomputation, fewer tokens may need more."""
     if not held:
         return 0.0
     levels = () if job.profile is None or job.metadata.phase == "forward" else job.profile.recompute_levels
@@ -147,7 +147,7 @@ def _most_bytes(
 
 
 def place_of(job: Job, *, capacity_bytes: float) -> JobRanks:
-    """Return the ranks of a job, with the peers of its plan."""
+    """Return the ranks of a job and their limits, with the maximum number of peers in its plan."""
     metadata = job.metadata
     return JobRanks(
         **fields_of(RankShape, metadata),
@@ -160,9 +160,9 @@ def place_of(job: Job, *, capacity_bytes: float) -> JobRanks:
 
 
 def _rows_of(job: Job) -> tuple[int | None, frozenset[int]]:
-    """Return the maximum peers per rank in a plan (None if its rows are not read), and the token counts of ranks.
+    """Return a plan's maximum peers per rank (None if its rows are not read), and the distinct token counts of ranks.
 
-    For CPU ranks, the plan is not read: it may be for another model.
+    CPU jobs skip reading: their plan may be for another model.
     """
     if job.machine.device == "cpu" or is_assumed(job.metadata) or not job.plan.is_file():
         return None, frozenset()
@@ -191,8 +191,8 @@ def _device_bytes(job: Job, facts: Facts) -> float:
 def rank_memory(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     """Check that a rank fits into memory.
 
-    On hosts, plans of large models are tried out with small ones, so only the model counts there, not the token budget.
-    A script may differ from its plan's recipe, so it only gets a warning.
+    On CPUs, only the model state counts, not the token budget: users try out plans of large models with small ones.
+    Scripts only get a warning, since they may differ from the plan's recipe.
     """
     need = job_memory(job, facts)
     if need is None or not need.capacity_bytes:
@@ -216,9 +216,9 @@ def rank_memory(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def host_copies(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that a node has memory for checkpoint copies, which are kept once allocated.
+    """Check that a node has memory for host copies of checkpoints, which stay allocated between saves.
 
-    State on an accelerator is always copied; on hosts only for background saves.
+    State on accelerators is always copied, state on CPUs only for background saves.
     """
     need, settings = job_memory(job, facts), job.settings
     host_bytes = float(job.machine.memory_bytes)
@@ -241,7 +241,7 @@ def host_copies(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def _remedy(job: Job, need: JobMemory) -> str:
-    """Suggest the command for a plan that fits."""
+    """Return the `fcp plan` command for a plan that fits, for messages."""
     fit = fitting_recipe(need.spec, RecipeRequest.to_train_as(need.recipe), need.place, wanted_tokens=need.tokens)
     if fit.tokens < 1:
         return "no recipe fits: plan for more --ranks, or train a smaller --model"
@@ -251,7 +251,7 @@ def _remedy(job: Job, need: JobMemory) -> str:
 
 
 def _model_words(job: Job, spec: ModelSpec) -> list[str]:
-    """Return the options of the model, and of the cluster if its times can be computed."""
+    """Return the `--model` option, and `--cluster` if the plan's times are analytic."""
     planned, name = job.profile, job.model or spec.name
     if planned is None or planned.origin == "analytic":
         return ["--model", name, *(["--cluster", planned.cluster] if planned is not None else [])]
@@ -259,7 +259,7 @@ def _model_words(job: Job, spec: ModelSpec) -> list[str]:
 
 
 def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
-    """Raise UsageError if the settings change the recipe for which the plan was priced."""
+    """Raise UsageError if the settings differ from the recipe for which the plan was priced."""
     job = replace(job, settings=settings, model=settings.model)
     metadata, device = job.metadata, job.machine.device
     if metadata.phase == "forward":
@@ -271,7 +271,7 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
     asked = settings.recipe(metadata.recipe, sync=metadata.sync, device=device)
     if metadata.recipe is None:
         return
-    # CPUs do not follow an accelerator plan's recipe, except for the trained part.
+    # CPUs ignore an accelerator plan's recipe, except for which weights are trained.
     is_followed = planned is metadata.recipe
     compared = [f.name for f in fields(Recipe)] if is_followed else ["freeze_vision", "lora", "freeze"]
     differing = [name for name in compared if getattr(asked, name) != getattr(planned, name)]

@@ -1,4 +1,4 @@
-"""Checks that the nodes of a job can find each other."""
+"""Checks that the nodes of a job can reach each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTERFACE_VARIABLES = {
 
 
 def master_address(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that --master-addr is the same machine for all nodes, namely node 0."""
+    """Check that --master-addr is node 0's address, as seen from every node."""
     where = f"--master-addr {job.master_addr}"
     if job.num_nodes > 1 and (job.master_addr == "localhost" or is_loopback(job.master_addr)):
         yield error(f"{where} is another machine on each of {job.num_nodes} nodes; give node 0's address")
@@ -95,7 +95,7 @@ def hosts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def interfaces(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that communication libraries use an existing interface that leads to the other nodes."""
+    """Check that communication libraries use existing network interfaces that reach the other nodes."""
     if job.num_nodes == 1 or job.node_rank is None:
         return
     names = _INTERFACE_VARIABLES.get(job.stack, ())

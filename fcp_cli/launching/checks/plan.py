@@ -19,15 +19,15 @@ from fcp_cli.models.model import known_model, load_model
 from fcp_cli.plan.metadata.again import plan_again
 
 _OPEN_FILES_PER_RANK = 4  # sockets per peer: gloo pairs of two groups, and the store
-_OPEN_FILES_BESIDE = 512
+_OPEN_FILES_BESIDE = 512  # for everything else in a rank
 _HCCL_SHARE = 0.1  # share of device memory that communication buffers may take without a warning
 _REPLICAS_APART = "--use-tp-pp-dp-mapping"
 
 
 def node_size(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that rings planned inside a node stay inside it.
+    """Check that a node holds as many ranks as planned, so that rings planned inside a node stay inside it.
 
-    Megatron numbers the processes of a stage consecutively; with --use-tp-pp-dp-mapping, those of a rank.
+    Megatron numbers processes stage by stage; with --use-tp-pp-dp-mapping, the stages of a rank are adjacent.
     """
     metadata = job.metadata
     neighbours = metadata.tensor_parallel
@@ -57,7 +57,7 @@ def profile_model(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def planned_machine(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that the plan's times are for the devices that ranks run on."""
+    """Check that the plan's times are for this kind of device."""
     planned = planned_cluster(job.metadata)
     if planned in ("", "unknown", THIS_MACHINE) or job.stack == "unknown":
         return
@@ -71,7 +71,7 @@ def planned_machine(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def _other_recipe(job: Job) -> str:
-    """Describe the recipe of the bundled trainer if it differs from the plan's, for a warning; or ""."""
+    """Return a clause for a warning if the bundled trainer's recipe differs from the plan's, else ""."""
     planned = job.metadata.recipe
     if planned is None or job.settings is None:
         return ""
@@ -80,10 +80,10 @@ def _other_recipe(job: Job) -> str:
 
 
 def token_budget(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that tokens and model fit into a device, by the profile's memory block, if the plan records no recipe.
+    """Check that a plan without a recipe fits into a device, by the memory block of its cost profile.
 
-    The module `memory` covers plans with a recipe. A script's model is unknown without --model: the plan's model is
-    then used, and the message says so.
+    `memory.rank_memory` covers plans with a recipe. Without --model, a script's model defaults to the plan's, as the
+    message says.
     """
     profile, capacity = job.profile, facts.device_memory_bytes
     if profile is None or not capacity or not _knows_memory(profile, job) or job_memory(job, facts) is not None:
@@ -95,7 +95,7 @@ def token_budget(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     room = replace(memory, capacity_bytes=capacity * (1 - RESERVE_FRACTION)).tokens_per_rank() or 0
     remedy = f"plan with --tokens-per-rank {room}" if room > 0 else "the model alone is larger, so choose a smaller one"
     model = "the model" if job.model is not None else f"{profile.model}, the plan's model"
-    is_certain = profile.origin in ("measured", "fitted") and job.model is not None  # computed profiles are estimates
+    is_certain = profile.origin in ("measured", "fitted") and job.model is not None  # analytic profiles are estimates
     yield (error if is_certain else warning)(
         f"{job.plan} lets a rank hold {job.metadata.tokens_per_rank:,} tokens, {needed / 1e9:.1f} GB with {model}, "
         f"but a device here has {capacity / 1e9:.1f} GB; {remedy}"
@@ -138,7 +138,7 @@ def _is_same_model(first: str, second: str) -> bool:
 
 
 def _model_name(model: str) -> str:
-    """Return a model's name as used in cost profiles; a checkpoint may be at another path here."""
+    """Return a model's name as in cost profiles, which is independent of the checkpoint's path."""
     try:
         return load_model(model).name
     except ProfileError:
@@ -146,6 +146,6 @@ def _model_name(model: str) -> str:
 
 
 def _knows_memory(profile: CostProfile, job: Job) -> bool:
-    """Return whether the profile's memory is for the model that runs, as far as known."""
+    """Return whether the profile's memory block applies: an accelerator job whose model is not known to differ."""
     is_this = job.model is None or _is_same_model(profile.model, job.model)
     return job.stack != "cpu" and is_this and profile.memory.bytes_per_token > 0

@@ -24,16 +24,16 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import LaunchRecord
 from fcp_cli.runs.recorded_steps import require_recorded
 
-# float32 weight and two AdamW moments
+# weight and two AdamW moments in float32
 _CHECKPOINT_BYTES_PER_PARAMETER = 12
-# RUN/model in float32, and its replacement written next to it
+# exported weights (RUN/model) in float32, twice: a new export is written before the old one is removed
 _EXPORT_BYTES_PER_PARAMETER = 8
 _LEAST_FREE_BYTES = 64 << 20
 _LOOPBACK = ("localhost", "127.0.0.1", "127.0.1.1", "::1")
 
 
 def check_trainer(metadata: PlanMetadata, plan: Path, *, needs_transformers: bool) -> None:
-    """Check the bundled trainer's requirements."""
+    """Raise RunError if the bundled trainer lacks transformers, or the plan has several devices per rank."""
     if needs_transformers and importlib.util.find_spec("transformers") is None:
         raise RunError(
             f"transformers is not installed here, and the bundled trainer needs it; run: {pip_install('hf')}"
@@ -62,7 +62,7 @@ def check_resumable(
     *,
     accepts_unrecorded: bool = False,
 ) -> None:
-    """Check that a run has remaining steps under the plan it started with.
+    """Raise RunError if a run cannot resume under a plan: another plan, a damaged checkpoint, or no steps left.
 
     Args:
         run_dir: the run directory.
@@ -94,7 +94,7 @@ def check_resumable(
 
 
 def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
-    """Raise RunError if a new run is to follow a plan that continues another run."""
+    """Raise RunError if the plan of a new run continues another run."""
     if metadata.continues is not None:
         raise RunError(
             f"{plan} continues from step {metadata.first_step} of a run under the plan "
@@ -103,12 +103,12 @@ def check_beginning(plan: Path, metadata: PlanMetadata) -> None:
 
 
 def check_space(job: Job) -> None:
-    """Check space like `check_run_dir`, but create nothing: use the nearest existing parent."""
+    """Check permissions and free space like `check_run_dir`, but in the nearest existing parent, creating nothing."""
     _check_folder(next(folder for folder in (job.run_dir, *job.run_dir.parents) if folder.exists()), job)
 
 
 def check_run_dir(job: Job) -> None:
-    """Create the run directory and check that it is writable and has space; on failure remove it again."""
+    """Create the run directory, and raise FcpError if it is not writable or lacks space; then it is removed again."""
     made = not job.run_dir.exists()
     try:
         _check_folder(job.run_dir, job)
@@ -129,7 +129,7 @@ def _check_folder(folder: Path, job: Job) -> None:
         raise FcpError(
             f"cannot write the run directory {folder}: {error.strerror}; choose another --run-dir"
         ) from error
-    # One more checkpoint than kept exists until the oldest is removed.
+    # A new checkpoint is written before the oldest is removed.
     count = job.kept_checkpoints + 1
     bytes_per_parameter = _CHECKPOINT_BYTES_PER_PARAMETER * count + _EXPORT_BYTES_PER_PARAMETER
     needed = _LEAST_FREE_BYTES + job.parameters * bytes_per_parameter
@@ -141,7 +141,7 @@ def _check_folder(folder: Path, job: Job) -> None:
 
 
 def check_nodes(num_nodes: int, node_rank: int | None, master_addr: str | None, run_dir: Path | None) -> None:
-    """Check that several nodes can find each other and share a run directory."""
+    """Raise UsageError if a multi-node launch lacks a valid --master-addr, --node-rank or --run-dir."""
     if num_nodes == 1:
         return
     if not master_addr:

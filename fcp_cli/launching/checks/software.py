@@ -23,9 +23,9 @@ PARALLEL_ARGUMENTS: Final = {
 }
 """Megatron's argument -> field of the plan's metadata that it must equal."""
 _LAYERS_PER_BLOCK = "--num-layers-per-virtual-pipeline-stage"
-# Options that make Megatron count embedding or loss as a layer.
+# Flags that make Megatron count the embedding or the loss as a layer.
 _COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-# Arguments by which a script is known to be Megatron's: others may mean something else by --global-batch-size.
+# Arguments that identify a Megatron script: elsewhere, --global-batch-size may mean something else.
 _OF_MEGATRON = (
     *PARALLEL_ARGUMENTS,
     "--micro-batch-size",
@@ -39,7 +39,7 @@ _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
 def cann(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that CANN's set_env.sh was sourced: else its libraries are not found."""
+    """Check that CANN's set_env.sh was sourced, without which its libraries are not found."""
     if job.stack != "npu" or job.node_rank is None:
         return
     if facts.cann_home is None:
@@ -70,7 +70,7 @@ def transformers_version(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def msrun(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that msrun exists and runs this Python: it uses the `python` on PATH."""
+    """Check that msrun exists and runs this Python; it uses the first `python` on PATH."""
     if job.launcher != "msrun" or job.node_rank is None:
         return
     if facts.programs.get("msrun") is None:
@@ -119,9 +119,9 @@ def script_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def _megatron_arguments(job: Job) -> Iterator[LaunchFinding]:
-    """Check arguments for which Megatron ranks would stop in the first step, or at the end of the plan.
+    """Check for arguments with which Megatron ranks would fail in the first step, or at the end of the plan.
 
-    A script may set missing arguments itself, so they are only required of Megatron-LM's own scripts.
+    Missing arguments are reported for Megatron-LM's own script only, since others may set them in code.
     """
     if not is_of_megatron(job):
         return
@@ -159,17 +159,17 @@ def _megatron_arguments(job: Job) -> Iterator[LaunchFinding]:
 
 
 def script_name(job: Job) -> str:
-    """Return the name of a job's script, which the entry point of the hooks may run."""
+    """Return the file name of a job's script, with or without the hooks' entry point before it."""
     return Path(next(iter(without_entry((*job.program, *job.arguments))), "")).name
 
 
 def is_megatrons_own(job: Job) -> bool:
-    """Whether a job's script is Megatron-LM's own, whose absent arguments are Megatron's defaults."""
+    """Return whether a job's script is Megatron-LM's own, so that Megatron's defaults apply."""
     return script_name(job) == "pretrain_gpt.py"
 
 
 def is_of_megatron(job: Job) -> bool:
-    """Whether a job's script is known to train with Megatron."""
+    """Return whether a job's script is known to be a Megatron script."""
     return is_megatrons_own(job) or any(argument(job.arguments, flag) is not None for flag in _OF_MEGATRON)
 
 
@@ -178,7 +178,7 @@ def _number(value: str | None) -> int | None:
 
 
 def _layers_per_block(job: Job) -> Iterator[LaunchFinding]:
-    """Check virtual stages that a script gives as layers per stage."""
+    """Check the virtual stages of a script that sets layers per virtual stage."""
     flags = (_LAYERS_PER_BLOCK, "--num-layers", "--pipeline-model-parallel-size")
     given, layers, stages = (_number(argument(job.arguments, flag)) for flag in flags)
     if not given or layers is None:

@@ -14,7 +14,7 @@ _LEAST_CONNECT_SECONDS = 300
 
 
 def hccl_timeouts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that HCCL timeouts allow for connecting and slow ranks."""
+    """Check that HCCL timeouts are long enough for start-up and for stragglers."""
     if job.stack != "npu":
         return
     connect, execute = number(facts, "HCCL_CONNECT_TIMEOUT"), number(facts, "HCCL_EXEC_TIMEOUT")
@@ -31,7 +31,7 @@ def hccl_timeouts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def device_connections(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check CUDA_DEVICE_MAX_CONNECTIONS, which Ascend uses, too."""
+    """Check CUDA_DEVICE_MAX_CONNECTIONS, which Ascend also uses."""
     value = facts.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if job.stack not in ("cuda", "npu") or value is None:
         return
@@ -46,7 +46,7 @@ def device_connections(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def blocking_launches(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check for blocking kernel launches, left over from debugging, which cost most of the speed."""
+    """Check for blocking kernel launches, a slow debugging mode."""
     name = {"cuda": "CUDA_LAUNCH_BLOCKING", "npu": "ASCEND_LAUNCH_BLOCKING"}.get(job.stack, "")
     if facts.variables.get(name) == "1":
         yield warning(f"{name}=1 makes every kernel wait for the one before, so no hop is hidden; unset it")
@@ -67,7 +67,7 @@ def visible_devices(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def thread_count(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that CPU ranks have no more threads than cores."""
+    """Check that CPU ranks together have at most twice as many threads as cores."""
     threads = number(facts, "OMP_NUM_THREADS")
     if job.stack != "cpu" or threads is None or facts.machine is None:
         return
@@ -80,7 +80,7 @@ def thread_count(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
 
 
 def backend_autoload(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that torch loads torch_npu, without which it does not support Ascend devices."""
+    """Check that torch autoloads torch_npu, which Ascend devices require."""
     if job.stack == "npu" and facts.variables.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield warning(
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu; unset it, or import torch_npu in the "
