@@ -1,8 +1,8 @@
-"""Builds a node's command and environment for torchrun and msrun, as words. Pure functions of a job.
+"""Builds a node's argv and environment for torchrun and msrun. Pure functions of a job.
 
-msrun (from MindSpore) can start any process: torch programs run through the runtime's entry point, which reads msrun's
-variables. All msrun options are given explicitly, since its defaults are traps: eight workers, no waiting for them, and
-ranks unknown before the rendezvous.
+msrun (from MindSpore) can start any process; torch programs run through the runtime's entry point, which reads msrun's
+variables. All msrun options are explicit, since the defaults do not fit: eight workers, no waiting for them, and ranks
+unknown before the rendezvous.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _INTERPRETERS = ("python", "python3")
 
 
 def node_argv(job: Job, *, node_rank: int | str = 0) -> list[str]:
-    """Return a node's command; node rank and any word of the job may contain a `shell.variable`."""
+    """Return a node's argv; the node rank and any word of the job may contain a `shell.variable`."""
     return _msrun_argv(job, node_rank) if job.launcher == "msrun" else _torchrun_argv(job, node_rank)
 
 
 def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
-    """Return the torchrun command; a single node uses a free port, several meet at master_addr:master_port."""
+    """Return the torchrun argv; the rendezvous is at master_addr:master_port, or a free port on a single node."""
     meeting = ["--standalone"]
     if job.num_nodes > 1:
         meeting = [
@@ -37,7 +37,7 @@ def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
             f"--master-port={job.master_port}",
         ]
         if job.join_timeout_seconds is not None:
-            # Its own name: a node that finds the store of another job waits there, and joins none of its ranks.
+            # A unique id keeps a node that reaches another job's store from joining that job.
             name = f"{job.run_dir.name}-{job.metadata.plan_hash[:12]}"
             meeting += [f"--rdzv-conf=timeout={job.join_timeout_seconds}", f"--rdzv-id={name}"]
     if job.numa_binding is not None:
@@ -49,7 +49,7 @@ def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
 
 
 def _msrun_argv(job: Job, node_rank: int | str) -> list[str]:
-    """Return the msrun command; msrun and the interpreter must be on PATH, see `path_of_python`."""
+    """Return the msrun argv; msrun and the interpreter must be on PATH, see `path_of_python`."""
     program = [*job.program, *job.arguments]
     if job.is_bundled:  # a user's program already has the entry point, or needs none (MindSpore)
         entry, arguments = through_entry(program)
@@ -77,7 +77,7 @@ def interpreter_name(python: str) -> str:
 
 
 def path_of_python(python: str, inherited: str) -> str:
-    """Return PATH with the interpreter's folder first: msrun runs the first `python` on PATH.
+    """Return PATH with the interpreter's folder first, since msrun runs the first `python` on PATH.
 
     Args:
         python: absolute path of the interpreter.
@@ -92,8 +92,7 @@ def node_environment(job: Job, *, inherited_path: str | None = None) -> dict[str
 
     Args:
         job: the job to launch.
-        inherited_path: PATH where the command runs, in which msrun finds its interpreter; None if `launching.node` sets
-            it.
+        inherited_path: PATH where the command runs, extended for msrun; None if `launching.node` extends it.
     """
     environment = job.job_environment()
     if job.launcher == "msrun":

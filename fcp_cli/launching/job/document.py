@@ -1,4 +1,4 @@
-"""Builds the launch record of a job: printed by `--json`, and stored in the run directory."""
+"""Launch record of a job: printed by `--json`, and stored in the run directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fcp_cli.runs.folder import from_here
 from fcp_cli.runs.launch_record import JobFile, LaunchRecord, NodeCommand
 from fcp_cli.training.settings import TrainSettings
 
-# Recorded elsewhere, or specific to one start.
+# Settings recorded elsewhere, or specific to one start.
 _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "accept_unrecorded", "quiet")
 
 
@@ -25,7 +25,7 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
 
     Args:
         job: the job to launch.
-        files: texts of cluster files by name; a local job has node commands instead.
+        files: texts of the files of a cluster job, by name; a local job records node commands instead.
     """
     settings = job.settings
     started = [job.started_on(node) for node in range(job.num_nodes)] if job.target == LOCAL else []
@@ -64,7 +64,7 @@ def _manifest_of(settings: TrainSettings | None) -> str | tuple[str, ...] | None
 def again_command(job: Job) -> str:
     """Return the command that restarts a script in its run directory, with the stored copy of its plan."""
     run_dir = from_here(job.run_dir)
-    ranks = ["--ranks", str(job.metadata.num_ranks)]  # for a job stopped before its plan was made
+    ranks = ["--ranks", str(job.metadata.num_ranks)]  # if the job stopped before its plan was made
     plan = ["--plan", str(from_here(job.paths.plan))] if job.paths.plan.is_file() else ranks
     words = ["--online"] if job.online is not None else plan
     if job.planning is not None and plan == ranks:  # plan the rest with the same options

@@ -1,6 +1,6 @@
-"""Environment variables that each stack needs, with reasons. Pure functions of a job.
+"""Environment variables for each device kind, with reasons. Pure functions of a job.
 
-Variables exported by the user always win; `checks/variables.py` warns about harmful values.
+Variables exported by the user take precedence; `checks/variables.py` warns about harmful values.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _HCCL_BASE_PORT = 25_809
 _MEGABYTE = 1 << 20
 _FLIGHT_RECORDS = 2000  # a few steps of ring hops, about 1 kB of host memory each
 _LIBRARIES = {"cuda": ("NCCL_", "TORCH_NCCL_"), "npu": ("HCCL_",)}
-_OF_ONE_PROCESS = ("_COMM_ID",)  # identifies a running job
+_OF_ONE_PROCESS = ("_COMM_ID",)  # rendezvous of one running job: must not be copied to another
 _YOURS = "your environment"
 
 
 def job_variables(job: Job, given: Mapping[str, str], *, interface: str | None = None) -> tuple[Variable, ...]:
-    """Return all variables of the job's stack, in the order of `--explain`.
+    """Return all variables for the job's device kind, in the order of `--explain`.
 
     Args:
         job: the job to launch.
         given: the user's environment, which takes precedence.
-        interface: this machine's network interface towards node 0, for several nodes.
+        interface: this machine's network interface towards node 0; None: each node finds its own.
     """
     of_stack = {"cuda": _cuda, "npu": _ascend}.get(job.stack)
     wanted = [*_common(job, interface), *(of_stack(job, interface) if of_stack else ())]
-    # A user who enables NCCL's log expects it at NCCL's default location.
+    # If the user enables NCCL's log, keep its default location.
     unwanted = {"NCCL_DEBUG_FILE"} if "NCCL_DEBUG" in given and "NCCL_DEBUG_FILE" not in given else set()
     known = tuple(_respecting(variable, given) for variable in wanted if variable.name not in unwanted)
     names = {variable.name for variable in wanted}
-    # Other exported variables of the stack's communication library.
+    # All other exported variables of the communication library.
     exported = (
         Variable(name=name, value=value, reason="exported where the job is launched", source=_YOURS, is_given=True)
         for name, value in sorted(given.items())
@@ -68,12 +68,12 @@ def variables_like_a_job(
     """Return the variables of a bundled-trainer job with a rank per device, without launching it.
 
     Args:
-        machine: provides device kind and cores.
+        machine: device kind and cores.
         given: the user's environment, which takes precedence.
-        model: shipped name or description; its keys and values determine buffer sizes.
+        model: shipped name or description; its key-value size determines buffer sizes.
         sync: sync of the plan.
-        ranks: number of ranks on all nodes.
-        nodes: number of nodes; with several, each finds its own network interface, so such variables have no value.
+        ranks: total number of ranks.
+        nodes: number of nodes; if several, interface variables have no value, since each node finds its own.
         tokens_per_rank: token budget.
     """
     metadata = unmade_plan(ranks=ranks, ranks_per_node=ranks // nodes, sync=sync, tokens_per_rank=tokens_per_rank)
@@ -153,8 +153,8 @@ def _interface(name: str, interface: str | None, job: Job, user: str) -> Variabl
 def wants_one_queue(job: Job) -> tuple[str, str] | None:
     """Return (reason, source) if a job's devices need a single hardware queue, else None.
 
-    With a single queue, kernels start in launch order, on which tensor parallelism relies for overlap. Otherwise it
-    would only serialize independent streams: rings, reductions and attention.
+    A single queue starts kernels in launch order, which tensor parallelism needs for overlap. Other jobs are slower
+    with it, because rings, reductions and attention on independent streams are serialized.
     """
     if job.metadata.tensor_parallel > 1:
         return "tensor parallelism overlaps in the order of launch", "the plan's tensor parallel ranks"
@@ -183,7 +183,7 @@ def _cuda(job: Job, interface: str | None) -> Iterator[Variable]:
 
 
 def _nccl_logs(job: Job) -> Iterator[Variable]:
-    """Yield variables that write traces of hangs to the run directory instead of local disks."""
+    """Yield variables that write NCCL's logs and flight records of hangs to the run directory, not to local disks."""
     logs = job.paths.logs
     reasons = {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "every rank writes its latest collectives where one timed out"),
@@ -193,7 +193,7 @@ def _nccl_logs(job: Job) -> Iterator[Variable]:
         "NCCL_DEBUG_FILE": (str(logs / "nccl-%h-%p.log"), "where NCCL says so: host and process follow"),
     }
     for name, (value, reason) in reasons.items():
-        if job.run_dir.is_absolute() or not name.endswith("_FILE"):  # a measurement has no run directory
+        if job.run_dir.is_absolute() or not name.endswith("_FILE"):  # `fcp profile` has no run directory
             yield Variable(name=name, value=value, reason=reason, source="fcp's default for CUDA")
 
 
@@ -228,7 +228,7 @@ _ASCEND_CONSTANTS = (
 
 
 def _hccl_buffer(job: Job) -> Variable:
-    """Return a buffer size for a hop in one piece, limited to 5 % of device memory over all communicators."""
+    """Return HCCL_BUFFSIZE to fit one ring hop, limited to 5 % of device memory over all communicators."""
     hop, profile = job.hop_bytes, job.profile
     megabytes = _HCCL_DEFAULT_MB if hop is None else min(max(math.ceil(hop / _MEGABYTE), _HCCL_LEAST_MB), _HCCL_MOST_MB)
     capacity = profile.memory.capacity_bytes if profile is not None else 0.0

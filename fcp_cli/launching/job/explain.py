@@ -17,8 +17,8 @@ from fcp_cli.launching.job.job import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Variables that fcp sets for every job: reason and source.
 _FULL_WIDTH: Final = 80  # columns needed for the full table
+# fcp's own variables -> (reason, source).
 _OWN = {
     PLAN_VARIABLE: ("the plan that all ranks follow", "--plan, or the folder"),
     METRICS_VARIABLE: ("where rank 0 writes its measurements", "the run directory"),
@@ -29,7 +29,7 @@ _OWN = {
 
 
 def explained(job: Job) -> tuple[Variable, ...]:
-    """Return all variables of the job: fcp's own, then those of the stack."""
+    """Return all variables of the job: fcp's own, then those of the device kind."""
     environment = job.job_environment()
     own = [
         Variable(name=name, value=environment[name], reason=reason, source=source)
@@ -40,7 +40,7 @@ def explained(job: Job) -> tuple[Variable, ...]:
 
 
 def explanation_document(job: Job) -> dict[str, Any]:
-    """Return JSON values, for `--json`."""
+    """Return the variables as JSON values, for `--json`."""
     return {
         "stack": job.stack,
         "variables": [
@@ -57,11 +57,11 @@ def explanation_document(job: Job) -> dict[str, Any]:
 
 
 def explanation_table(job: Job, width: int) -> Table:
-    """Return a table of a job's variables, with values below names, and reasons.
+    """Return a table of a job's variables: name and value, reason, and source.
 
     Args:
         job: the job.
-        width: terminal width; below 80 columns the sources of values are omitted.
+        width: terminal width in columns; below 80, sources are omitted.
     """
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape

@@ -1,4 +1,4 @@
-"""Makes a user's script follow the plan: through the runtime's entry point, or through its environment."""
+"""Injects fcp's hooks into a user's script: through the runtime's entry point, or through the environment."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from fcp_cli.runs.launch_record import has_followed
 ENTRY = ("-m", "fcp_cli.runtime")
 """Entry point that prepares the rank and runs the program after `--`."""
 
-# Contains a sitecustomize.py, which Python runs first in every process with it on PYTHONPATH.
+# Folder with a sitecustomize.py, which Python runs at start-up if the folder is on PYTHONPATH.
 _SITE = Path(fcp_cli.runtime.injection.__file__).parent / "site"
 
 
 def through_entry(program: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the program and arguments that run `program` with hooks."""
+    """Return (program, arguments) for the launcher to run `program` with hooks."""
     return ENTRY, ("--", *program)
 
 
 def without_entry(words: Sequence[str]) -> list[str]:
-    """Return the user's program from arguments made by `through_entry`."""
+    """Undo `through_entry`: return the user's program and arguments as one list."""
     start = len(ENTRY) + 1
     return list(words[start:] if tuple(words[:start]) == (*ENTRY, "--") else words)
 
@@ -54,11 +54,11 @@ def _imported_by(node: ast.AST) -> list[str]:
 
 
 def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
-    """Return the variable that enables the probe: a numeric comparison before the first step.
+    """Return the variable that enables the probe, a numeric comparison before the first step.
 
     Args:
-        wanted: True for --probe, False for --no-probe, or None.
-        run_dir: run directory; if it followed this plan before, the comparison has been done.
+        wanted: True for --probe, False for --no-probe, None: in a plan's first run.
+        run_dir: run directory, whose record tells whether it has followed this plan before.
         plan_hash: hash of the plan.
         given: the user's environment.
     """
@@ -78,7 +78,7 @@ def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given:
 
 
 def hooked_environment(*, plan: Path, run_dir: Path, probe: Variable) -> dict[str, str]:
-    """Return the environment that makes a command that starts its own ranks follow `plan`."""
+    """Return the environment that injects hooks into a command that starts its own ranks (--inject env)."""
     paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         PLAN_VARIABLE: str(plan.absolute()),
@@ -90,7 +90,7 @@ def hooked_environment(*, plan: Path, run_dir: Path, probe: Variable) -> dict[st
 
 
 def become(argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
-    """Replace this process by the command, so that output, signals and exit status are the command's."""
+    """Replace this process with the command (exec), so that output, signals and exit status are its own."""
     try:
         os.execvpe(argv[0], argv, {**os.environ, **environment})
     except OSError as error:

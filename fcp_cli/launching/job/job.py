@@ -1,4 +1,4 @@
-"""A job: a frozen value, from which pure functions build commands, files and checks."""
+"""`Job`, a frozen value from which pure functions build commands, files and findings."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from fcp_cli.training.settings import TrainSettings
 PLAN_VARIABLE = "FCP_PLAN"
 METRICS_VARIABLE = "FCP_METRICS"
 RUN_DIR_VARIABLE = "FCP_RUN_DIR"
-MODEL_VARIABLE = "FCP_MODEL"  # for a script, if --model was given
-PROBE_VARIABLE = "FCP_PROBE"  # for a script: 1 enables the numeric comparison before the first step
-ONLINE_VARIABLE = "FCP_ONLINE"  # for a script that plans while it trains: its settings file
+MODEL_VARIABLE = "FCP_MODEL"  # for scripts, if --model was given
+PROBE_VARIABLE = "FCP_PROBE"  # for scripts: 1 enables the numeric comparison before the first step
+ONLINE_VARIABLE = "FCP_ONLINE"  # for scripts that plan online: path of the settings file
 TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"  # seconds
 JOIN_VARIABLE = "FCP_JOIN_TIMEOUT"  # seconds, for ranks of several nodes
 
@@ -60,12 +60,12 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Job fields that only a cluster scheduler needs.
+    """Fields of a job that only cluster targets need.
 
     Attributes:
-        name: job name: lower-case letters, digits and dashes, starting with a letter.
+        name: job name; lower-case letters, digits and dashes, starting with a letter.
         directory: working directory of the program.
-        interface_variables: names of variables to set to each node's network interface.
+        interface_variables: names of variables that each node sets to its network interface.
         namespace: Kubernetes namespace; "": kubectl's current one.
         output: folder for the batch script's output under Slurm; None: the run's logs.
         record: launch record that node 0 copies to the run directory; None: it is already there.
@@ -90,7 +90,7 @@ class Job:
         metadata: metadata of the plan.
         machine: devices that ranks run on; for cluster nodes only the device kind is known.
         run_dir: absolute path, shared by all nodes.
-        num_nodes: number of nodes; 1 runs here.
+        num_nodes: number of nodes.
         processes_per_node: processes, one per device, on each node.
         node_rank: rank of this node; None if it is not part of the job (a dry run, a cluster).
         program: program for the launcher: ("script.py",) or ("-m", "package.module"); by default the bundled trainer.
@@ -99,7 +99,7 @@ class Job:
         model: trained model; None if only the script knows it.
         needs_torch: whether ranks run torch; MindSpore scripts do not.
         environment: variables besides FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
-        variables: variables of the job's stack, with reasons.
+        variables: variables for the device kind, with reasons.
         hosts: names of the nodes in order, if listed.
         master_addr, master_port: rendezvous address and port, for several nodes.
         join_timeout_seconds: start-up timeout of nodes; None: the launcher's default.
@@ -112,8 +112,8 @@ class Job:
         launcher: program that starts the ranks of a node.
         target: a name of `targets.catalog.REGISTRY`.
         cluster: fields for cluster targets; None for `LOCAL`.
-        online: settings of a script that plans while it trains; None: it follows a plan.
-        planning: options for the plan that the script's loop requests; None: there is a plan or a stream.
+        online: settings of a script that plans online; None: it follows a plan.
+        planning: options of the plan that the script requests itself; None: there is a plan, or it plans online.
     """
 
     plan: Path
@@ -153,7 +153,7 @@ class Job:
 
     @property
     def is_bundled(self) -> bool:
-        """Whether the bundled trainer runs, not a script."""
+        """Whether the job runs the bundled trainer instead of a script."""
         return self.program == TRAINER
 
     @property
@@ -177,9 +177,9 @@ class Job:
 
     @property
     def hop_bytes(self) -> int | None:
-        """Largest ring message in bytes; None if the model is unknown.
+        """Largest ring hop in bytes; None if the model is unknown.
 
-        Keys and values of the token budget on a device, for one layer in bfloat16.
+        It holds one layer's keys and values of the token budget, in bfloat16, divided by tensor parallelism.
         """
         name = self.model or (self.profile.model if self.profile is not None else None)
         with suppress(ProfileError):
@@ -190,7 +190,7 @@ class Job:
         return None
 
     def job_environment(self) -> dict[str, str]:
-        """Return the job's variables, on top of fcp's own environment."""
+        """Return the variables that the job adds to the inherited environment."""
         return {
             PLAN_VARIABLE: str(self.plan.absolute()),
             METRICS_VARIABLE: str(self.paths.metrics),
@@ -201,10 +201,10 @@ class Job:
         }
 
     def started_on(self, node_rank: int) -> Job:
-        """Return the job as started on a node: the same for --dry-run, the launch record and the run.
+        """Return the job as started on a node, as used by --dry-run, the launch record and the run.
 
         Ranks log to the first unused `logs/start-NNN`, with the suffix `-nodeK` for several nodes. The bundled trainer
-        is quiet, since fcp shows progress from the metrics.
+        gets --quiet, since fcp prints progress from the metrics.
         """
         node = "" if self.num_nodes == 1 else f"-node{node_rank}"
         number = 1
@@ -215,7 +215,7 @@ class Job:
 
 
 def unmade_plan(*, ranks: int, ranks_per_node: int, sync: Sync = "iteration", tokens_per_rank: int = 1) -> PlanMetadata:
-    """Return placeholder metadata for a plan that does not exist yet."""
+    """Return placeholder metadata for a plan that does not exist yet, without hash or cost profile."""
     return PlanMetadata(
         fcp_version=__version__,
         num_ranks=ranks,

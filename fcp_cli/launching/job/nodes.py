@@ -16,7 +16,7 @@ THIS_MACHINE = "this-machine"
 
 
 def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None, model: str | None = None) -> None:
-    """Check --ranks against the plan, which decides the number of ranks; `model` is the given one."""
+    """Raise RunError if --ranks differs from the plan; `model` is the --model option, for the message."""
     if ranks is not None and ranks != metadata.num_ranks:
         raise RunError(
             f"{plan} is for {metadata.num_ranks} ranks, but --ranks is {ranks}; make a plan for {ranks} with: "
@@ -27,8 +27,8 @@ def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None, model: st
 def planned_nodes(metadata: PlanMetadata) -> int:
     """Return the number of nodes for which the plan was made.
 
-    In Megatron's process order, the stages of a rank are `num_ranks` processes apart: stages share a node only if it
-    holds all ranks of a stage, and then as many as fit into a node.
+    Megatron numbers processes stage by stage, so a node that is smaller than a stage holds one stage only; a larger
+    node holds as many as fit.
     """
     nodes_per_stage = -(-metadata.num_ranks // metadata.ranks_per_node)
     if nodes_per_stage > 1:
@@ -70,15 +70,15 @@ def place(
     must_fit: bool,
     model: str | None = None,
 ) -> tuple[int, int]:
-    """Distribute the job over nodes, by default only this one; return (nodes, processes per node).
+    """Distribute the job over nodes; return (nodes, processes per node).
 
     Args:
-        plan: the plan for messages.
-        metadata: the metadata of the plan.
-        machine: this one.
-        nodes: the nodes, as given, or None.
-        must_fit: whether this machine will run a part; else the nodes that the plan was made for are taken, too.
-        model: the given one, for messages.
+        plan: path of the plan, for messages.
+        metadata: metadata of the plan.
+        machine: this machine.
+        nodes: number of nodes as given; None: this machine, or without `must_fit` the planned nodes if it is too small.
+        must_fit: whether this machine runs a part of the job, so that too many processes raise RunError.
+        model: model as given, for messages.
     """
     processes = metadata.num_devices
     if nodes is None:

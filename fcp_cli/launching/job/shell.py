@@ -1,11 +1,11 @@
-"""Quotes commands, so that every word arrives unchanged; words may contain variables that only the node knows."""
+"""Quotes commands for shells and Kubernetes; words may contain variables that are only known on the node."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
 
-# Process arguments cannot contain NUL.
+# Delimits variables; process arguments cannot contain NUL.
 _MARK = "\0"
 
 
