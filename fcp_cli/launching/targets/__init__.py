@@ -1,1 +1,1 @@
-"""The targets that a job can be written for: files made from one value, by templates that a site may replace."""
+"""Launch targets (schedulers and platforms): renders a job to files with templates, which sites may replace."""

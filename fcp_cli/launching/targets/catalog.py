@@ -1,6 +1,6 @@
-"""Targets of `fcp launch`: the files of each, and how a node learns its rank there.
+"""Targets of `fcp launch`: their files, and how a node learns its rank.
 
-Third-party packages add targets by entry points of the group `fcp.targets`, each of which names a `Target`.
+Third-party packages add targets as entry points in the group `fcp.targets` that load a `Target`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ HOSTFILE = "hostfile"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A scheduler or platform to run jobs on, for which this machine writes files.
+    """A scheduler or platform for which fcp writes job files.
 
     Attributes:
         template: template of the file that starts a node's ranks, without suffix; `--template` replaces it.
         others: further files, rendered with the same values.
         folder: folder of the templates NAME.j2; None: the shipped ones.
-        options: supported options of `fcp launch`, by field of `ClusterOptions`, besides `template`, `python` and
-            `env`.
+        options: fields of `ClusterOptions` that it supports, besides `template`, `python` and `env`.
         is_container: whether ranks run in a container, which requires `image`.
-        node: returns how a node learns its rank and node 0's address.
+        node: returns how a node of a job learns its rank and node 0's address.
         ready: quotes a word for the template; see `template_values`.
-        start: returns the command that starts the job from the folder of its files.
+        start: returns the command that starts the job, given the folder of its files.
     """
 
     template: str
@@ -57,9 +56,9 @@ _OF_CONTAINERS = frozenset(
 
 
 def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job], NodeFacts]:
-    """Return node facts: its rank from the variable `rank`, and node 0's address.
+    """Return a function for `Target.node`: rank from the variable `rank`, and node 0's address.
 
-    {name} in the address and in the log name is replaced by the job's name.
+    {name} in the address and the log name is replaced by the job's name.
     """
 
     def node(job: Job) -> NodeFacts:
@@ -174,7 +173,7 @@ def start_command(target: Target, job: Job, folder: Path) -> tuple[str, ...]:
 
 @contextmanager
 def _faults_named(name: str) -> Iterator[None]:
-    """Turn an exception of a third-party target into one line that names its package."""
+    """Convert an exception of a third-party target to a one-line error that names its package."""
     try:
         yield
     except FcpError:

@@ -92,7 +92,7 @@ def choose_target(request: ClusterOptions) -> str:
 
 
 def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str | None) -> None:
-    """Raise UsageError for options without effect: they indicate a misunderstanding."""
+    """Raise UsageError for options that only apply to local jobs."""
     given = {"--node-rank": node_rank, "--master-addr": master_addr}
     for flag, value in given.items():
         if value is not None:
@@ -100,7 +100,7 @@ def refuse_local_options(target: str, *, node_rank: int | None, master_addr: str
 
 
 def hosts_of(request: ClusterOptions, num_nodes: int | None) -> tuple[str, ...]:
-    """Return the listed nodes, or ()."""
+    """Return the hosts in the hostfile, node 0 first; () without one."""
     if request.hostfile is None:
         return ()
     hosts = read_hostfile(request.hostfile)
@@ -141,12 +141,12 @@ def read_hostfile(path: Path) -> tuple[str, ...]:
 def cluster_machine(
     device: str, metadata: PlanMetadata, find_machine: Callable[[], LocalDevices], assumed: Assumptions
 ) -> LocalDevices:
-    """Return the job's machines, of which only the device kind is known here.
+    """Return a description of the cluster's nodes, of which only the device kind is known here.
 
     Args:
         device: device kind as given; `auto`: that of the plan's cluster.
         metadata: metadata of the plan.
-        find_machine: detects this machine, if the plan was made for it.
+        find_machine: detects this machine; called only if the plan was made for it.
         assumed: records the choices.
     """
     if device == "auto":
@@ -157,7 +157,7 @@ def cluster_machine(
 
 
 def _device_kind(cluster: str) -> str:
-    """Return `npu` for Ascend clusters, else `cuda`: schedulers assign accelerators of these kinds."""
+    """Return `npu` for Ascend clusters, else `cuda`."""
     from fcp_cli.models.cluster import load_cluster
 
     try:
@@ -167,9 +167,9 @@ def _device_kind(cluster: str) -> str:
 
 
 def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
-    """Complete a resolved job with everything that its target's templates need.
+    """Complete a resolved job with the fields that its target's templates need.
 
-    Variables that the user has set here are also set on the nodes.
+    Communication variables that the user has exported here are also set on the nodes.
     """
     target = target_of(job.target)
     if target.is_container and request.image is None:
@@ -230,7 +230,7 @@ def _python(request: ClusterOptions, *, is_container: bool, assumed: Assumptions
 
 
 def _accelerator(given: str | None, job: Job) -> str:
-    """Return the target's name for a node's accelerator; "" on CPUs and if the target needs none."""
+    """Return the accelerator's name in SkyPilot or dstack; "" on CPUs and for other targets."""
     names = _ACCELERATORS.get(job.target)
     if names is None or job.stack == "cpu":
         return ""
@@ -256,7 +256,7 @@ def _option_of(program: str, text: str) -> str:
 
 
 def _parts(flag: str, text: str) -> dict[str, str]:
-    """Return the named parts of an option's value; missing ones are ""."""
+    """Parse an option's value by its pattern in `_SHAPES`; return the named groups, "" for missing ones."""
     pattern, wanted = _SHAPES[flag]
     found = re.fullmatch(pattern, text)
     if found is None:
@@ -272,12 +272,12 @@ def _checked(flag: str, text: str | None) -> str:
 
 
 def _pairs(flag: str, given: tuple[str, ...]) -> dict[str, str]:
-    """Parse NAME=VALUE options."""
+    """Parse repeated NAME=VALUE options."""
     return {found["name"]: found["value"] for found in (_parts(flag, text) for text in given)}
 
 
 def _variable(flag: str, text: str, example: str) -> tuple[str, str | None]:
-    """Parse NAME[=VALUE]."""
+    """Parse NAME[=VALUE]; the value is None if missing."""
     name, equals, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):
         raise UsageError(f"{flag} is {text!r}; it must be the name of a variable and a value, as {example}")

@@ -1,4 +1,4 @@
-"""Renders templates in `launchers/`, or custom ones. An undefined name is an error with its line."""
+"""Renders the templates in `launchers/`, or custom ones; undefined names raise errors with a line number."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ def shipped_template(name: str) -> Path:
 
 
 def render(template: Path, values: Mapping[str, Any]) -> str:
-    """Render a template. It may extend or include shipped ones and files in its folder.
+    """Render a template, which may extend or include shipped templates and files in its folder.
 
     Args:
-        template: jinja2, in UTF-8.
-        values: values by variable name.
+        template: path of a Jinja template in UTF-8.
+        values: template variables by name.
+
+    Raises:
+        UsageError: any failure of the template, with its file and line.
     """
     import jinja2
 
@@ -42,7 +45,7 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
 
     text = read_text(template, error=UsageError, label="the template ", most_bytes=MOST_TEMPLATE_BYTES)
     try:
-        # Compiled under its own path, so that tracebacks have its line numbers.
+        # Compiled under its own path, so that tracebacks contain its line numbers.
         return rendered(_sandbox(template).compiled(text, name=template.name, file=str(template)), values)
     except UsageError:
         raise
@@ -83,7 +86,10 @@ def _sandbox(template: Path) -> Sandbox:
 
 
 def command_lines(words: Sequence[str], indent: int) -> str:
-    """Format quoted words over several script lines, one option with its value per line, indented by `indent`."""
+    """Format a command over several lines, one option with its value per line, continuations indented by `indent`.
+
+    The words are already quoted.
+    """
     lines = [words[0]]
     for before, word in itertools.pairwise(words):
         is_option = word.lstrip("'").startswith("-")
@@ -97,7 +103,7 @@ def command_lines(words: Sequence[str], indent: int) -> str:
 
 
 def yaml_scalar(value: Any) -> str:
-    """Format a text or number as one-line YAML, with any characters."""
+    """Format a string or number as a YAML scalar on one line; strings are always double-quoted."""
     style = '"' if isinstance(value, str) else None
     text: str = yaml.safe_dump(value, default_style=style, width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

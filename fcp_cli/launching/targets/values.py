@@ -21,12 +21,12 @@ _LONGEST_NAME = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """Values that only the node knows, as a `shell.variable` or a text with variables.
+    """Values known only on the node, as text with `shell.variable` placeholders.
 
     Attributes:
         rank: node rank.
         master_addr: address of node 0.
-        log_name: log folder of this start and node, below the run's logs.
+        log_name: name of the log folder of this start and node, in the run's logs.
     """
 
     rank: str
@@ -38,8 +38,8 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
     """Return all template variables; see docs/reference/templates.md.
 
     Args:
-        job: cluster job.
-        node: how a node learns its rank and node 0's address.
+        job: job with `cluster` set.
+        node: rank and master address as placeholders.
         ready: quotes a word for the file: `shell.quote` or `shell.kubernetes_word`.
     """
     cluster = job.cluster

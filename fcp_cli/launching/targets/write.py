@@ -12,7 +12,7 @@ from fcp_cli.files import write_text_atomically
 
 
 def write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> None:
-    """Write all files atomically to a folder, which is created if missing."""
+    """Write each file atomically to a folder, created if missing; existing files raise FcpError unless `overwrite`."""
     for name in files:
         if not overwrite and (folder / name).exists():
             raise FcpError(f"{folder / name} is there already; replace it with --force, or choose another folder")
@@ -31,7 +31,7 @@ def require_sbatch() -> None:
 
 
 def submit(argv: Sequence[str]) -> str:
-    """Run sbatch and return its output."""
+    """Run sbatch and return its output; raise RunError with its last line if it fails."""
     result = subprocess.run(argv, capture_output=True, text=True, check=False)
     if result.returncode:
         words = (result.stderr.strip() or result.stdout.strip() or f"status {result.returncode}").splitlines()
