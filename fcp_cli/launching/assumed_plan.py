@@ -1,4 +1,4 @@
-"""Metadata for plans that do not exist yet: assumed by a dry run, or requested later by the training loop."""
+"""Metadata of plans that do not exist yet: assumed by a dry run, or requested later by the training loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
     Args:
         plan: path of the plan.
         model: shipped name or description.
-        ranks: number of ranks if given, else one per device of this machine, or of the example cluster.
+        ranks: number of ranks; None: one per device of this machine, or of the example cluster.
         manifest: manifest of the plan.
         assumed: records the assumptions and the command that makes the plan.
     """
@@ -56,17 +56,17 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
 
 
 def is_assumed(metadata: PlanMetadata) -> bool:
-    """Return whether there is no plan file: only a real plan has a hash."""
+    """Return whether the plan is only assumed: a real plan has a hash."""
     return not metadata.plan_hash
 
 
 def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
-    """Return whether the training loop requests its plan: a script run here with hooks and without a plan.
+    """Return whether the training loop will request its plan: a local script with hooks and without a plan.
 
     Args:
         request: the user's request.
         target: launch target.
-        plan: default plan.
+        plan: default path of a plan.
     """
     given = request.plan is not None or request.online or bool(request.manifest)
     if not request.program or given or plan.is_file():
@@ -77,7 +77,7 @@ def has_plan_made(request: LaunchRequest, target: str, plan: Path) -> bool:
 def unplanned_job(
     request: LaunchRequest, find_machine: Callable[[], LocalDevices]
 ) -> tuple[PlanMetadata, PlanningWish, Callable[[], LocalDevices]]:
-    """Return placeholder plan metadata with a job's ranks, its planning options, and its machine."""
+    """Return placeholder metadata with the job's ranks, the options of its later plan, and a finder of its machine."""
     machine = find_machine()
     here = request.ranks if machine.device == "cpu" else machine.num_devices
     nodes = request.nodes or 1

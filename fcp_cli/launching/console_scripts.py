@@ -1,4 +1,4 @@
-"""Finds the Python program behind the words after `--`: console scripts on PATH, and commands that start ranks."""
+"""Resolves the words after `--` to a Python program: console scripts on PATH, launchers, and trainers' commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fcp_cli.errors import UsageError
 from fcp_cli.reading.documents import parse_yaml, read_text
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*$")
-# (Command, first argument) -> module that it starts on each rank.
+# (Command, subcommand) -> module that it would run on each rank.
 _STARTED_BY: Final = {
     **{(name, "train"): "llamafactory.launcher" for name in ("llamafactory-cli", "lmf", "llamafactory.cli")},
     **{(name, "train"): "axolotl.cli.train" for name in ("axolotl", "axolotl.cli.main")},
@@ -27,7 +27,7 @@ _STARTED_BY: Final = {
         for verb in ("dpo", "grpo", "kto", "reward", "rloo", "sft")
     },
 }
-# Launcher options of those commands, each with a value.
+# Options of those commands that configure their own launcher; each has a value.
 _OWN_OPTIONS: Final = frozenset({"--launcher", "--accelerate_config", "--num_processes"})
 _HEAD_BYTES: Final = 4096
 _LAUNCHERS: Final = frozenset({"accelerate", "accelerate-launch", "torchrun", "deepspeed", "msrun", "mpirun"})
@@ -36,13 +36,16 @@ _LAUNCHERS: Final = frozenset({"accelerate", "accelerate-launch", "torchrun", "d
 def python_program(
     words: Sequence[str], assumed: Assumptions, *, python: str = sys.executable, may_be_elsewhere: bool = False
 ) -> tuple[str, ...]:
-    """Return a script or `-m MODULE` with its arguments, which every rank runs as Python.
+    """Return a script or `-m MODULE`, and its arguments, for every rank to run with Python.
 
     Args:
         words: the words after `--`.
-        assumed: receives what was made of them.
-        python: the interpreter of the ranks.
-        may_be_elsewhere: whether nothing is started, so that only the job's machines need the script.
+        assumed: records replaced programs.
+        python: interpreter of the ranks.
+        may_be_elsewhere: whether the script may be missing here, since nothing is started.
+
+    Raises:
+        UsageError: there is no Python program, or it belongs to another environment.
     """
     first, *rest = words
     if _PYTHON.match(Path(first).name) and not (Path(first).is_file() and b"\0" not in _head(Path(first))):
@@ -72,7 +75,7 @@ def python_program(
 
 
 def _after_interpreter(first: str, rest: Sequence[str]) -> Sequence[str]:
-    """Return script and arguments of `python -u ... SCRIPT ARGS`."""
+    """Return script and arguments of `python -u ... SCRIPT ARGS`, dropping interpreter options."""
     at = 0
     while at < len(rest) and rest[at].startswith("-") and rest[at] != "-m":
         if rest[at] in ("-c", "-"):
@@ -84,7 +87,7 @@ def _after_interpreter(first: str, rest: Sequence[str]) -> Sequence[str]:
 
 
 def _without_launcher(name: str, words: Sequence[str], assumed: Assumptions) -> tuple[str, ...]:
-    """Return a launcher's program: everything from the first `-m MODULE` or Python file."""
+    """Return the program of a launcher's command: everything from the first `-m MODULE` or Python file."""
     for at, word in enumerate(words):
         if word in ("-m", "--module") and at + 1 < len(words) and not words[at + 1].startswith("-"):
             found = ("-m", *words[at + 1 :])
@@ -119,7 +122,7 @@ def _own_arguments(command: str, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _swift_settings(path: Path) -> list[str]:
-    """Return the options that ms-swift's command derives from a settings file."""
+    """Return the options that ms-swift's command line derives from a settings file."""
     settings = parse_yaml(read_text(path, error=UsageError), name=str(path), error=UsageError)
     if not isinstance(settings, dict):
         raise UsageError(f"{path} holds no settings, NAME: VALUE")

@@ -1,7 +1,7 @@
-"""Runs and monitors the launcher's command after `--` on a node; started by a generated script or container.
+"""Entry point of a cluster node: runs and monitors the launcher command after `--`, from a generated script.
 
-Same behaviour as `fcp launch` on one machine: SIGINT, SIGTERM and SIGHUP let ranks finish their step, local rank 0 of
-node 0 is shown, a failed rank is reported with its last output, and no process is left behind.
+It behaves like `fcp launch` on one machine: SIGINT, SIGTERM and SIGHUP let ranks finish their step, local rank 0 of
+node 0 is shown, a failed rank is reported with its last lines, and no process is left behind.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from fcp_cli.runs.record import write_record
 from fcp_cli.runs.summary import closing_line
 
 _GRACE_SECONDS = 280  # Slurm sends SIGTERM 300 seconds before the end of the job
-_STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by the Slurm script, which creates the file on that signal
-_RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"  # set by Slurm from the second start of a job
+_STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by the Slurm script, which creates the file on SIGTERM
+_RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"  # set by Slurm if it restarts a job
 _TRAINER = "fcp_cli.training.train"
 _OWNER_SECONDS = 1.5 * STALE_SECONDS  # after this, an owner on another node counts as gone
-_LOOK_UP_SECONDS = 5.0  # the resolver may fail briefly when an entire job starts
+_LOOK_UP_SECONDS = 5.0  # name resolution may fail briefly while all nodes of a job start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _own(run_dir: Path) -> Ownership:
-    """Own the run directory; an earlier Slurm start on another node may seem alive for a while."""
+    """Acquire the run directory; wait for a stale owner, since after a Slurm restart the old node may seem alive."""
     batch_job = os.environ.get("SLURM_JOB_ID", "")
     return own(
         run_dir,
@@ -128,7 +128,7 @@ def _resumed(command: Sequence[str]) -> Sequence[str]:
 
 
 def _require_address(name: str) -> None:
-    """Report early if node 0's name cannot be resolved: torchrun would take minutes, and report it only in its log."""
+    """Wait for node 0's name to resolve; raise RunError under Slurm, else warn. torchrun would take minutes."""
     end = time.monotonic() + _LOOK_UP_SECONDS
     while reason := resolution_problem(name):
         if time.monotonic() > end:
@@ -142,7 +142,7 @@ def _require_address(name: str) -> None:
 
 
 def _write_record(paths: RunPaths, plan: Path, launch: Path | None) -> None:
-    """Record the job's actual plan and the versions in its environment."""
+    """Write the plan, the versions and the launch record to the run directory."""
     paths.run_dir.mkdir(parents=True, exist_ok=True)
     write_record(paths.run_dir, plan, PlanReader(plan).metadata)
     if launch is not None:
@@ -156,19 +156,19 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     # Set here, since only the node knows its interface towards node 0.
     interface = interface_towards(options.master_addr) if options.interface_for else None
     own = {name: interface_value(name, interface) for name in options.interface_for} if interface else {}
-    # Slurm's proctrack/linuxproc also signals torchrun, which asks ranks to end and kills them after this time.
+    # Slurm's proctrack/linuxproc also signals torchrun, which would kill the ranks after 30 seconds.
     found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_GRACE_SECONDS), **own, **os.environ}
-    # msrun looks for `python` on PATH: make it find this one.
+    # msrun runs the first `python` on PATH.
     return {**found, "PATH": path_of_python(sys.executable, found.get("PATH", ""))}
 
 
 def _was_stopped(outcome: JobOutcome) -> bool:
-    """Return whether a signal stopped it here, or ranks stopped because another node got one."""
+    """Return whether the job was stopped by a signal to this node or another one."""
     return outcome.agreed_to_stop or (outcome.stopped_by is not None and outcome.status != 0)
 
 
 def _report(outcome: JobOutcome, *, shows: bool) -> int:
-    """Print the outcome; return the exit status."""
+    """Print the failure or the signal, if any; return the exit status."""
     if _was_stopped(outcome):
         stopped_by = outcome.stopped_by or signal.SIGINT
         _print(f"error: stopped by {stopped_by.name}" if outcome.stopped_by else "error: stopped with the other nodes")
@@ -182,13 +182,13 @@ def _report(outcome: JobOutcome, *, shows: bool) -> int:
 
 
 def _print(message: str) -> None:
-    """Print in a single write: nodes of a job share a terminal."""
+    """Print to stderr in a single write, since nodes of a job share a terminal."""
     sys.stderr.write(f"{message}\n")
     sys.stderr.flush()
 
 
 class _Lasting:
-    """A stream that ignores a closed connection, which must not end a step before its checkpoint."""
+    """A stream that ignores write errors, so that a lost terminal does not abort a step before its checkpoint."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -14,7 +14,7 @@ from fcp_cli.planning.settings.recipe_search import unknown_lengths
 
 
 def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:
-    """Return the planning settings for a script's stream."""
+    """Return the settings with which a script plans its stream online."""
     if not request.program:
         raise UsageError(
             "--online is for a script of your own, given after --; the bundled trainer knows its lengths before: "

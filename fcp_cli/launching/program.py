@@ -1,4 +1,4 @@
-"""The user's program, as typed after `--`, and the launcher's program for it."""
+"""The user's program after `--`, and the program that the launcher runs for it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fcp_cli.launching.request import LaunchRequest
 
 
 def started_program(request: LaunchRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the launcher's program and arguments for the user's program."""
+    """Return (program, arguments) for the launcher: the user's program, through the hooks' entry point if injected."""
     program = _program(request)
     arguments = request.program[len(program) :]
     return (program, arguments) if request.inject == "none" else through_entry((*program, *arguments))
 
 
 def program_name(request: LaunchRequest) -> str:
-    """Return the name for its run directory."""
+    """Return the program's name, after which its run directory is named."""
     return Path(_program(request)[-1]).stem
 
 
@@ -29,7 +29,7 @@ def is_mindspore(request: LaunchRequest) -> bool:
 
 
 def for_mindspore(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
-    """Disable injection: msrun's scheduler process also runs the script."""
+    """Disable injection, since msrun's scheduler process also runs the script; raise UsageError under torchrun."""
     script = request.program[0]
     if request.launcher != "msrun":
         raise UsageError(f"{script} imports mindspore, whose ranks meet only under msrun; add --launcher msrun")

@@ -121,12 +121,12 @@ class ClusterOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """Options of a launch; None is detected or assumed.
+    """Options of a launch; None: detected or defaulted.
 
     Attributes:
         program: script and arguments, or `-m`, module and arguments; (): the bundled trainer.
-        training: given settings of the bundled trainer, by field of `TrainSettings`.
-        preflight, explain, json, output, force: actions besides or instead of starting the job.
+        training: settings of the bundled trainer as given, by field of `TrainSettings`.
+        preflight, explain, json, output, force: actions in addition to, or instead of, starting the job.
     """
 
     program: Annotated[

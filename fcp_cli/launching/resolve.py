@@ -1,4 +1,4 @@
-"""Resolves options to a job: completes and checks the request, and records assumptions."""
+"""Resolves the options of a launch to a job: applies defaults, validates, and records assumptions."""
 
 from __future__ import annotations
 
@@ -40,17 +40,20 @@ from fcp_cli.runs.folder import RunPaths
 from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launch
 
 DEFAULT_PLAN = Path("plan.parquet")
-# Recipe settings determined by a new plan; the trained part is fixed within a run.
+# Recipe settings that a new plan may change within a run; which weights are trained may not.
 _RECIPE_SETTINGS = frozenset(field.name for field in fields(RecipeRequest)) - {"freeze_vision", "lora", "freeze"}
 
 
 def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], assumed: Assumptions) -> Job:
-    """Complete and check a request; nothing is written.
+    """Return the job of a request, with defaults applied; nothing is written.
 
     Args:
         request: the user's request.
-        find_machine: detects this machine; slow, so called after the plan has been verified.
+        find_machine: detects this machine; slow, so called after the plan has been validated.
         assumed: records the defaults.
+
+    Raises:
+        FcpError: the request is invalid, or its plan is.
     """
     if request.resume and not request.program:
         request = _as_before(request, assumed)
@@ -84,7 +87,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
     job = _with_program(request, _placed(request, plan, metadata, find_machine, assumed), assumed)
     if online is not None or planning is not None:
         job = replace(job, online=online, planning=planning, plan=job.paths.plan)
-    # Only a node knows its interfaces; a machine that prints commands for others does not.
+    # Interfaces are only known on the nodes themselves, not where commands are printed for them.
     is_one_of_several = job.num_nodes > 1 and job.node_rank is not None
     interface = interface_towards(job.master_addr) if is_one_of_several else None
     variables = (
@@ -96,7 +99,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
 
 
 def _require_model(request: LaunchRequest, target: str) -> None:
-    """Refuse a mistyped --model before it is compared with anything; a path may be one of the job's machines."""
+    """Raise ProfileError for an unknown --model; a path may exist only on the job's nodes."""
     if request.model is None or Path(request.model).exists():
         return
     is_elsewhere = "/" in request.model and (target != LOCAL or request.dry_run)
@@ -105,7 +108,7 @@ def _require_model(request: LaunchRequest, target: str) -> None:
 
 
 def _refuse_without_online(request: LaunchRequest, *, has_profile: bool) -> None:
-    """Refuse options of streams; a job whose loop has its plan made may have a profile."""
+    """Raise UsageError for options of online jobs; --profile is also valid if the loop requests its plan."""
     for name in (name for name in STREAM_OPTIONS if getattr(request, name) is not None):
         raise UsageError(f"--{name.replace('_', '-')} is for --online; a plan is made before its run")
     names = (*(() if has_profile else ("profile",)), "global_batch_size", "global_batch_tokens")
@@ -121,7 +124,7 @@ def _placed(
     find_machine: Callable[[], LocalDevices],
     assumed: Assumptions,
 ) -> Job:
-    """Return the job with its machines, but without a program."""
+    """Return a job with plan and machines, but without program and run directory."""
     target = choose_target(request.cluster)
     hosts = hosts_of(request.cluster, request.nodes)
     nodes = request.nodes
@@ -140,7 +143,7 @@ def _placed(
             "--nodes", num_nodes, f"the plan is for {planned}: its times between nodes do not hold on {here}"
         )
     node_rank = request.node_rank if request.dry_run and num_nodes > 1 else request.node_rank or 0
-    # torchrun finds a free port itself; msrun needs one for its scheduler, and torch the next.
+    # On one node, torchrun finds a free port; msrun's scheduler needs one, and torch's rendezvous the next.
     needs_ports = request.launcher == "msrun" and num_nodes == 1 and target == LOCAL
     return Job(
         plan=plan,
@@ -154,7 +157,7 @@ def _placed(
         hosts=hosts,
         master_addr=request.master_addr or (hosts[0] if hosts else ADDRESS_TO_FILL_IN),
         master_port=free_ports(request.master_port, count=2) if needs_ports else request.master_port,
-        # Cluster nodes start when scheduled, so they keep the launcher's default timeout.
+        # Cluster nodes start when scheduled, so they keep the launcher's default.
         join_timeout_seconds=request.join_timeout if target == LOCAL else None,
         rank_timeout_seconds=request.rank_timeout,
         attention_kernel=_attention_kernel(request, machine),
@@ -201,7 +204,7 @@ def _with_program(request: LaunchRequest, job: Job, assumed: Assumptions) -> Job
 
 
 def resolve_own_command(request: LaunchRequest) -> dict[str, str]:
-    """Check the plan for a command that starts its own ranks; return its environment."""
+    """Return the environment with hooks for a command that starts its own ranks, after checking the plan."""
     plan, metadata = _plan(replace(request, dry_run=False), Assumptions())
     check_ranks(plan, metadata, request.ranks, request.model)
     run_dir = run_dir_of(request, Path(request.program[0]).stem)
@@ -223,7 +226,7 @@ def _machine(
     find_machine: Callable[[], LocalDevices],
     assumed: Assumptions,
 ) -> LocalDevices:
-    """Return this machine, or that of a cluster or of a dry run with more ranks than fit here."""
+    """Return this machine; for cluster targets, and dry runs that do not fit here, the cluster's nodes."""
     if is_mindspore(request):
         find_machine = partial(find_machine_without_torch, request.device)
     device = request.training.get("device", request.device)  # a resumed run keeps its device
@@ -235,7 +238,7 @@ def _machine(
 
 
 def _as_before(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
-    """Default plan, data, model and settings of a resumed run to its earlier ones."""
+    """Return the request with plan, data, model and settings defaulting to those of the resumed run."""
     run_dir = request.run_dir or latest_run_dir(request.model)
     if request.run_dir is None:
         assumed.assume("--run-dir", run_dir, "the run that was launched last")
@@ -245,7 +248,7 @@ def _as_before(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
             f"{run_dir} ran {' '.join(before.program)}, which resumes by its own means; launch it again after --"
         )
     training = recorded_settings(before.training, RunPaths(run_dir=run_dir).launch)
-    if request.plan is not None:  # another plan brings its own recipe
+    if request.plan is not None:  # a new plan has its own recipe
         training = {name: value for name, value in training.items() if name not in _RECIPE_SETTINGS}
     return replace(
         request,
@@ -259,7 +262,7 @@ def _as_before(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
 
 
 def _plan(request: LaunchRequest, assumed: Assumptions) -> tuple[Path, PlanMetadata]:
-    """Return the named or default plan; a dry run with a model works without one."""
+    """Return the given or default plan; a dry run with --model may assume one."""
     if request.plan is not None or DEFAULT_PLAN.is_file():
         plan = request.plan or DEFAULT_PLAN
         return plan, read_proven(plan)

@@ -1,4 +1,4 @@
-"""Settings of the bundled trainer: model, data and run directory, by default from the plan."""
+"""Settings of the bundled trainer; model, data and run directory default to the plan's."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PATHS: Final = (
     "weights",
     "eval_manifest",
     "eval_plan",
-)  # path settings, stored as text in a launch record
+)  # TrainSettings fields that a launch record stores as text
 
 
 def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> TrainSettings:
-    """Complete the bundled trainer's settings, and check that it can run.
+    """Return the bundled trainer's settings with defaults applied, after checking that it can run.
 
     Args:
         request: the user's request.
@@ -86,7 +86,7 @@ def trainer_settings(request: LaunchRequest, job: Job, assumed: Assumptions) -> 
 
 
 def _model(given: str | None, metadata: PlanMetadata, assumed: Assumptions) -> str:
-    """Return the named model, else that of the plan's cost profile."""
+    """Return the given model; it defaults to that of the plan's cost profile."""
     planned = planned_profile(metadata).get("model")
     if given is None and planned is None:
         raise UsageError(
@@ -103,7 +103,7 @@ def _model(given: str | None, metadata: PlanMetadata, assumed: Assumptions) -> s
 
 
 def recorded_settings(training: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Validate the trainer settings in a launch record."""
+    """Return the trainer settings of a launch record, after validating their types."""
     of_paths = {Path: str, Path | None: str | None, tuple[Path, ...]: tuple[str, ...]}
     kinds = [(name, of_paths.get(kind, kind), None) for name, kind in get_type_hints(TrainSettings).items()]
     shape = make_dataclass("RecordedSettings", kinds, kw_only=True)
@@ -112,7 +112,7 @@ def recorded_settings(training: Mapping[str, Any], path: Path) -> Mapping[str, A
 
 
 def model_of_run(run_dir: Path, model: str | None) -> str | None:
-    """Return a resumed run's model: its stored configuration if the original is gone."""
+    """Return the model of a resumed run; if its folder is gone, the copy of its configuration in the run directory."""
     kept = RunPaths(run_dir=run_dir).origin
     if model is None or not (kept / "config.json").is_file():
         return model
@@ -129,7 +129,7 @@ def _wants_random_weights(request: LaunchRequest) -> bool:
 
 
 def _weights(request: LaunchRequest, model: str, assumed: Assumptions) -> Path | None:
-    """Return the initial checkpoint: as given, else the model's folder; None: random weights."""
+    """Return the folder of the initial weights, which defaults to the model's; None: random weights."""
     given, is_random = request.training.get("weights"), _wants_random_weights(request)
     folder = Path(model if given is None else given)
     if is_random or (given is None and not has_weights(folder)):
@@ -138,7 +138,7 @@ def _weights(request: LaunchRequest, model: str, assumed: Assumptions) -> Path |
                 "--weights", "random", "--weights FOLDER, or a checkpoint's folder as --model, starts from one"
             )
         return None
-    # A resumed run reads its own checkpoint; the initial one may be gone.
+    # A resumed run reads its own checkpoint, so the initial weights may be gone.
     is_read = not (request.resume and request.run_dir and checkpoints(RunPaths(run_dir=request.run_dir).checkpoints))
     if is_read and importlib.util.find_spec("safetensors") is not None:
         find_weights(folder)
@@ -157,7 +157,7 @@ def _check_tokenizer(settings: TrainSettings) -> None:
 
 
 def _evaluation(request: LaunchRequest) -> dict[str, Path]:
-    """Return the held-out rows and their plan, validated before anything starts."""
+    """Return the paths of the evaluation manifest and plan, if given, after validating them."""
     from fcp_cli.manifest.read import read_manifest
     from fcp_cli.manifest.tokens import open_media
     from fcp_cli.training.data import has_tokens
@@ -176,7 +176,7 @@ def _evaluation(request: LaunchRequest) -> dict[str, Path]:
 
 
 def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Assumptions) -> None:
-    """Note if plan and run differ in whether the vision encoder is frozen."""
+    """Record a note if only one of plan and run freezes the vision encoder."""
     planned = (planned_profile(metadata).get("measurement") or {}).get("freeze_vision")
     if planned is not None and planned != settings.freeze_vision:
         kinds = ("a trained", "a frozen")
@@ -189,7 +189,7 @@ def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Assum
 
 
 def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Assumptions) -> tuple[Path, ...]:
-    """Return the manifest(s) of the plan for reading tokens; () trains on random tokens."""
+    """Return the plan's manifests from which tokens are read; () for random tokens."""
     from fcp_cli.manifest.tokens import open_media
     from fcp_cli.planning.batching.mixing import mixed_manifests, one_manifest
     from fcp_cli.training.data import has_tokens, require_texts
@@ -233,7 +233,7 @@ def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assum
 
 
 def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: PlanMetadata, model: str | None) -> None:
-    """Refuse a manifest that the plan was not made from: the run would train on its rows without an error."""
+    """Raise RunError if the plan was made from another manifest, whose rows would be trained silently."""
     from fcp_cli.manifest.read import read_manifest
 
     if read_manifest(manifest, length_column=length_column).content_hash() != metadata.manifest.content_hash:
@@ -245,7 +245,7 @@ def _check_manifest(manifest: Path, length_column: str, plan: Path, metadata: Pl
 
 
 def run_dir_of(request: LaunchRequest, name: str) -> Path:
-    """Return the named run directory, or a new one."""
+    """Return the given run directory, or a new one; raise RunError if a new run would overwrite another."""
     run_dir = request.run_dir or next_run_dir(name)
     paths = RunPaths(run_dir=run_dir)
     may_exist = request.program or request.resume or request.node_rank  # node 0 may have started earlier
