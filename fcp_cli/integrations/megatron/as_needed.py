@@ -1,8 +1,8 @@
-"""Recompute the layers of a GPTModel as needed: in each micro-batch, as few as the tokens of its rank demand.
+"""As-needed recomputation for a GPTModel: each micro-batch recomputes as few layers as its tokens per rank allow.
 
-Megatron also reads its own `recompute_num_layers` in each forward, but recomputes whole layers with their rings: all
-ranks of a ring would have to recompute the same layers. Here fcp's checkpoint wraps each layer and keeps the output of
-attention, so messages are those without recomputation, and every rank chooses by itself.
+Megatron's own `recompute_num_layers` recomputes whole layers including their rings, so all ranks of a ring would have
+to recompute the same layers. Here, fcp's checkpoint wraps each layer and saves the output of attention, so nothing is
+communicated again, and every rank chooses by itself.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fcp_cli.runtime.recomputation.as_needed import LayerLevels
 def recompute_as_needed(
     chunk: Any, model: Any, levels: Sequence[RecomputeLevel], pipeline: Pipeline | None, stage: int
 ) -> None:
-    """Let each layer of a model choose its level at each call.
+    """Hook each layer of a model to choose its recomputation level per call.
 
     Args:
-        chunk: the model in Megatron's wrappers.
-        model: the model inside them, already hooked.
-        levels, pipeline: those of the plan.
-        stage: the stage of the pipeline.
+        chunk: model in Megatron's wrappers.
+        model: model inside the wrappers, already hooked.
+        levels, pipeline: recomputation levels and pipeline of the plan.
+        stage: pipeline stage of this process.
 
     Raises:
-        RunError: the job has a setting under which layers cannot be recomputed one by one.
+        RunError: a setting of the job prevents recomputing single layers.
     """
     reason = next((reason for is_refused, reason in _refusals(chunk, model) if is_refused), None)
     if reason is not None:
         raise RunError(f"the plan recomputes layers as needed, but {reason}, or plan with --recompute selective")
     config, layers = model.config, model.decoder.layers
-    # Under sequence parallelism a process has one of so many parts of the rank's tokens, and levels count all.
+    # Levels count all tokens of a rank, of which a process holds a fraction under sequence parallelism.
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
     share = None
     if pipeline is not None:
@@ -54,12 +54,12 @@ def recompute_as_needed(
 def _forward(
     chosen: LayerLevels, index: int, layer: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a layer, of whose arguments Megatron gives the hidden states by name."""
+    """Run a layer; Megatron passes hidden_states by name, `LayerLevels.run` takes it by position."""
     return chosen.run(index, layer, hidden_states, *args, **kwargs)
 
 
 def _refusals(chunk: Any, model: Any) -> Iterable[tuple[bool, str]]:
-    """Yield whether each setting that contradicts the plan is on, and its message."""
+    """Yield (is refused, message) for each setting that contradicts the plan."""
     config = model.config
     granularity = config.recompute_granularity
     yield granularity is not None, f"the job recomputes them by itself; drop --recompute-granularity {granularity}"
@@ -67,7 +67,7 @@ def _refusals(chunk: Any, model: Any) -> Iterable[tuple[bool, str]]:
     yield predicts_several(config), "the model has layers of multi-token prediction, too; drop --mtp-num-layers"
     yield is_sharded(chunk), "Megatron-FSDP gathers weights layer by layer; drop --use-megatron-fsdp"
     yield bool(config.hidden_dropout), f"hidden dropout is {config.hidden_dropout}; add --hidden-dropout 0"
-    # Ranks that share experts, or the counts of a router's loss, would have to recompute the same layers.
+    # These communicate within the layer, so their ranks would have to recompute the same layers.
     yield config.expert_model_parallel_size > 1, "ranks share experts; drop --expert-model-parallel-size"
     yield balances_experts(config), "the router has a loss; drop --moe-aux-loss-coeff and --moe-z-loss-coeff"
     yield (

@@ -1,4 +1,4 @@
-"""Check that Megatron, its configuration and its model can follow a plan, or refuse in one line."""
+"""Checks that Megatron's version, configuration and model can follow a plan; each raises a one-line RunError."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WITH_STATE = ("MambaMixer", "GatedDeltaNet")
 
 
 def check_schedules(schedules: ModuleType) -> None:
-    """Check the version, and the functions that are called in `megatron.core.pipeline_parallel.schedules`."""
+    """Check Megatron's version, and the signatures used in `megatron.core.pipeline_parallel.schedules`."""
     found = megatron_version()
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdecimal())
     if numbers < _OLDEST:
@@ -34,7 +34,7 @@ def check_schedules(schedules: ModuleType) -> None:
 
 
 def check_model_classes() -> None:
-    """Check the classes and methods that are hooked in models."""
+    """Check the signatures of the classes and methods that are hooked in models."""
     from megatron.core import packed_seq_params, parallel_state
     from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.models.gpt import gpt_model
@@ -78,7 +78,7 @@ def _advice() -> str:
 
 
 def check_chunks(model: Any) -> list[Any]:
-    """Return the model's chunks that the schedule is given: one, or one for each virtual stage of a pipeline."""
+    """Return the model chunks passed to the schedule, one per virtual stage; raise RunError for foreign FSDP."""
     chunks = list(model) if isinstance(model, list) else [model]
     sharding = next(filter(None, (None if is_sharded(chunk) else _fsdp_class(chunk) for chunk in chunks)), None)
     if sharding is not None:
@@ -90,13 +90,13 @@ def check_chunks(model: Any) -> list[Any]:
 
 
 def check_interleaving(config: Any, chunks: int, planned: int, *, stages: int, is_sharded: bool = False) -> None:
-    """Check virtual stages: as many as planned, in a schedule that exchanges tensors of any length in planned order.
+    """Check virtual stages: their number as planned, no untried feature, and a supported schedule.
 
     Args:
-        config: the configuration of the model's first chunk, which the schedule reads.
+        config: configuration of the first model chunk, which the schedule reads.
         chunks: virtual stages of the job.
-        planned: the plan's record.
-        stages: the stages of a pipeline.
+        planned: virtual stages of the plan.
+        stages: pipeline stages.
         is_sharded: whether the model is sharded with Megatron-FSDP.
     """
     if chunks != planned:
@@ -137,7 +137,7 @@ def is_sharded(chunk: Any) -> bool:
 
 
 def _fsdp_class(chunk: Any) -> str | None:
-    """Return the class by which a model is sharded: PyTorch's, Megatron's wrappers, or their mixins of its modules."""
+    """Return the name of a model's FSDP class (wrapper or module mixin, PyTorch's or Megatron's), or None."""
     kinds = (kind.__name__ for module in chunk.modules() for kind in type(module).__mro__)
     return next((name for name in kinds if "fsdp" in name.lower() or "FullyShardedDataParallel" in name), None)
 
@@ -154,14 +154,14 @@ def check_config(config: Any) -> None:
 
 
 def check_settings(config: Any) -> None:
-    """Check the configuration but for context parallelism, which is not the same under MindSpeed."""
+    """Check the configuration except for context parallelism, which differs under MindSpeed."""
     for is_refused, reason in _refusals(config):
         if is_refused:
             raise RunError(reason)
 
 
 def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
-    """Yield whether each refused setting is on, and its message. Settings that a version does not have count as off."""
+    """Yield (is refused, message) for each setting; settings missing in a version count as off."""
 
     def setting(name: str) -> Any:
         return getattr(config, name, None)
@@ -197,7 +197,7 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
 
 
 def _moe_refusals(setting: Callable[[str], Any]) -> Iterable[tuple[bool, str]]:
-    """Yield settings that make a token's experts, or its loss, depend on the tokens that it shares a rank with."""
+    """Yield (is refused, message) for MoE settings with which a token's experts or loss depend on the packing."""
     losses = _balancing_losses(setting)
     yield (
         "global_aux_loss" in losses,
@@ -273,7 +273,7 @@ def predicts_several(config: Any) -> bool:
 
 
 def balances_experts(config: Any) -> bool:
-    """Return whether routers have losses: for balance, or of their logits."""
+    """Return whether routers have a balancing loss or a z-loss."""
 
     def setting(name: str) -> Any:
         return getattr(config, name, None)
@@ -290,7 +290,7 @@ def _balancing_losses(setting: Callable[[str], Any]) -> list[str]:
 
 
 def check_routers() -> None:
-    """Check the hooks in routers that have losses."""
+    """Check the signatures of the methods that are hooked in routers with losses."""
     from megatron.core.transformer.moe import router
 
     counted = ("probs", "scores_for_aux_loss", "routing_map")
@@ -301,7 +301,7 @@ def check_routers() -> None:
 
 
 def check_layers(model: Any) -> None:
-    """Check the attention layers of a language model."""
+    """Check that the attention layers of a language model have a supported core attention."""
     for layer in attention_layers(model):
         core = type(layer.core_attention).__name__
         if core not in ("DotProductAttention", "TEDotProductAttention"):
@@ -309,7 +309,7 @@ def check_layers(model: Any) -> None:
 
 
 def attention_layers(model: Any) -> list[Any]:
-    """Return the attention layers of a language model, or of a part of one, which may have none."""
+    """Return the attention layers of a language model or pipeline stage; raise RunError for unsupported ones."""
     from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
@@ -335,12 +335,12 @@ def attention_layers(model: Any) -> list[Any]:
 def check_waves(
     pipeline_parallel: int, expert_parallel: int, sync: str, *, times_pipelines: bool = False, sharded: bool = False
 ) -> None:
-    """Raise RunError if ranks would wait for each other in a circle; if a plan times pipelines, none do.
+    """Raise RunError if ranks must run equally many micro-batches, but the plan's sync is not `microbatch`.
 
     Args:
-        pipeline_parallel, expert_parallel: the sizes of the job.
-        sync: the sync of the plan.
-        times_pipelines: whether the plan times pipelines.
+        pipeline_parallel, expert_parallel: parallel sizes of the job.
+        sync: sync of the plan.
+        times_pipelines: whether the plan prices pipeline stages, in which case pipelines need no equal counts.
         sharded: whether all ranks gather parameters in every layer.
     """
     if sharded and sync != "microbatch":

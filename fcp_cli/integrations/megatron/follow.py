@@ -1,4 +1,4 @@
-"""Follow a plan in one Megatron process: every call of the schedule gets the next step's micro-batches of its rank."""
+"""Follows a plan in a Megatron process: each call of the schedule runs the micro-batches of the plan's next step."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _PROBE_VARIABLE = "FCP_PROBE"
 
 
 class Follower:
-    """A process's way through a plan, made in its first training step, on all of them. `run` is called once per step.
+    """State of a process that follows a plan. Collective: created in the first training step; `run` runs one step.
 
     Args:
         plan: plan file.
-        arguments: the arguments of the schedule's first call.
-        stack: the stack of the model.
+        arguments: arguments of the schedule's first call.
+        stack: stack of the model.
     """
 
     def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:
         end_with_launcher()
         self.stack = stack
         self._chunks = checks.check_chunks(arguments["model"])
-        self._config = get_model_config(self._chunks[0])  # the schedule reads no other
+        self._config = get_model_config(self._chunks[0])  # the only one that the schedule reads
         models = [unwrapped(chunk) for chunk in self._chunks]
         for model in models:
             self.stack.check(model.config, model)
@@ -62,7 +62,7 @@ class Follower:
         self._sharded = checks.is_sharded(self._chunks[0])
         tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
         self.metadata = self._agree_on_plan(tensor_parallel)
-        # The processes that hold the same part of the model, one per rank of the plan.
+        # Processes with the same part of the model, one per rank of the plan.
         self._peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._job = RankJob.join(plan, self.metadata, self._device, peers=tuple(self._peers), records=computes_loss())
         self._rank, watch, transport = self._job.rank, self._job.watch, self._job.transport
@@ -99,7 +99,7 @@ class Follower:
         )
 
     def _agree_on_plan(self, tensor_parallel: int) -> PlanMetadata:
-        """Return the plan's settings for all ranks; refuse a plan that this model's schedule cannot follow."""
+        """Return the plan's metadata, equal on all ranks; raise RunError if this model's schedule cannot run it."""
         pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
         metadata = RankJob.agree(
             self._plan, self._device, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel
@@ -122,11 +122,11 @@ class Follower:
             sharded=self._sharded,
         )
         if pipeline_parallel > 1:
-            self._config.variable_seq_lengths = True  # stages exchange the shapes, which now differ
+            self._config.variable_seq_lengths = True  # makes stages exchange shapes
         return metadata
 
     def _open_rings(self, models: list[Any]) -> PlanProcessGroups | None:
-        """Open the connections of ranks that share rings; return Transformer Engine's rings, if its attention runs."""
+        """Open fcp's peer connections if needed; return Transformer Engine's groups if it computes attention."""
         shares_heads = self.metadata.attention is not None
         engine, is_latent = None, bool(getattr(self._config, "multi_latent_attention", False))
         has_masks = self.metadata.masked_sequences is not None
@@ -139,8 +139,8 @@ class Follower:
         return engine
 
     def run(self, schedule: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run the schedule's next step on the plan's micro-batches instead of the script's; return its result."""
-        # Megatron-FSDP gathers and reduces in every layer, which synchronises the ranks of a plan in waves.
+        """Run the schedule on the plan's next step instead of the script's micro-batches; return its result."""
+        # Megatron-FSDP gathers and reduces in every layer; its plans have `sync microbatch`, so ranks stay aligned.
         held = nullcontext() if self._sharded else reduced_after_backwards(self._chunks, self._config)
         if not self._sharded:
             gather_parameters(self._chunks)
@@ -152,12 +152,12 @@ class Follower:
         return self.stack.totals(reports)
 
     def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the schedule's arguments for the next step of the plan, given those of the script."""
+        """Return the script's schedule arguments, adapted to the next step of the plan."""
         given = arguments["data_iterator"]
-        # Of an interleaved pipeline each chunk has one, or None for a chunk with neither the first nor the last layers.
+        # In an interleaved pipeline: one per chunk, None for chunks with neither the first nor the last layers.
         iterators = given if isinstance(given, list) else [given]
         first = next((each for each in iterators if each is not None), None)
-        # Of Megatron-Bridge's virtual stages, it is a new one in each step, around that of the loader.
+        # With virtual stages, Megatron-Bridge wraps the loader's iterator anew in each step.
         step = self._data.next_step(getattr(first, "iterator", first))
         self._check_batch(step, arguments)
         is_first = not self._is_announced
@@ -178,8 +178,8 @@ class Follower:
         }
 
     def _probe(self, step: LocalStep) -> str:
-        """Compare numbers before the first step, if that can be done; return the outcome for the log."""
-        # Rank 0 decides: to nodes that started later the run directory may not look new.
+        """Run the probe before the first step, if enabled and possible; return its outcome for the log."""
+        # Rank 0 decides, since the run directory may no longer look new to nodes that start later.
         wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
         self._job.world.broadcast(wanted)
         if self._sharded:
@@ -212,7 +212,7 @@ class Follower:
             )
 
     def _check_batch(self, step: LocalStep, arguments: Mapping[str, Any]) -> None:
-        """Check that the script's batch is the plan's: its learning rate, log and checkpoints count samples."""
+        """Raise RunError unless the script's global batch equals the plan's; its checkpoints count samples."""
         ranks = parallel_state.get_data_parallel_world_size()
         per_rank, size = arguments["num_microbatches"], arguments["micro_batch_size"]
         if per_rank * size * ranks != step.plan.sequences:
@@ -223,7 +223,7 @@ class Follower:
             )
 
     def enter(self, shard: LocalShard) -> PlannedMicroBatch:
-        """Give a shard its ring, ready for one forward."""
+        """Return the micro-batch of a shard: on the device, with its ring, for one forward."""
         row, layout = shard.row, shard.layout
         ranks = tuple(self._peers[rank] for rank in row.ranks)
         tokens = shard.positions.shape[0]
@@ -243,7 +243,7 @@ class Follower:
             owners=self._on_device(shard.owners) if self._balances else None,
             lengths=shard.lengths,
             ahead=None if shard.ahead is None else shard.ahead.mapped(self._on_device),
-            # To Transformer Engine, an idle rank's padding is a sequence.
+            # For Transformer Engine, the padding of an idle rank counts as a sequence.
             packed=None if self._engine is None else self._engine.sequences(ranks, layout.lengths or (tokens,)),
         )
 
@@ -251,9 +251,9 @@ class Follower:
         return tensor.to(self._device, non_blocking=True)
 
     def check_forward(self, microbatch: PlannedMicroBatch, chunk: int, *, read: int) -> None:
-        """Check that the forward of a chunk of the model that just ended followed the plan."""
+        """Raise RunError if a chunk's forward did not read its batch, or attention layers skipped the ring."""
         place = f"step {microbatch.row.step}, micro-batch {microbatch.row.order}"
-        # Other processes may be given batches by this one, and stages in the middle read none.
+        # Other tensor-parallel processes may get their batch from this one, and middle stages read none.
         is_first = parallel_state.is_pipeline_first_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
         if is_first and not chunk and not read:
             raise RunError(f"{place}: the script's forward step never asked its data iterator for the batch")
@@ -267,16 +267,16 @@ class Follower:
 def _planned_forward_step(
     forward_step: Callable[..., Any], batches: _Batches, model: Any, *rest: Any
 ) -> tuple[Any, Any]:
-    """Run the script's forward step within the next micro-batch of the chunk whose data iterator the schedule gives."""
+    """Run the script's forward step in the next micro-batch of a chunk, identified by its data iterator."""
     return batches.run(forward_step, model, *rest)
 
 
 class _Batches:
-    """The script's data iterator in one step, for one chunk of the model: it gives the batch of the running forward.
+    """Data iterator of the script in one step, for one model chunk: yields the batch of the running forward.
 
-    A schedule takes every chunk through the micro-batches in their order, whichever chunk's turn it is.
+    A schedule runs each chunk through the micro-batches in order, however it interleaves chunks.
 
-    `counts_tokens` compares the script's count of tokens with its loss mask, for which the host waits for the device.
+    `counts_tokens` compares the script's token count with its loss mask, which synchronizes with the device.
     """
 
     def __init__(self, follower: Follower, step: LocalStep, chunk: int, *, is_last: bool, counts_tokens: bool) -> None:
@@ -302,7 +302,7 @@ class _Batches:
     def run(self, forward_step: Callable[..., Any], model: Any, *rest: Any) -> tuple[Any, Any]:
         """Run the script's forward step within the chunk's next micro-batch."""
         microbatch = self._follower.enter(next(self._shards))
-        # Its backward runs before the next forward, but for the stages of a pipeline, which have several under way.
+        # Its backward runs before the next forward, except in pipelines, which have several in flight.
         self._follower.watch.go_on(microbatch.row.step, microbatch.row)
         self._follower.measured.go_on(microbatch.row, is_last_chunk=self._is_last)
         self._microbatch, self._read = microbatch, 0
@@ -320,10 +320,9 @@ class _Batches:
 def _checked_loss(
     loss_function: Callable[..., Any] | None, counted: PlannedMicroBatch | None, follower: Follower
 ) -> Callable[..., Any] | None:
-    """Refuse a loss that would weigh tokens by how the plan packs them.
+    """Wrap a loss function to raise RunError if its loss would depend on how the plan packs tokens.
 
-    Megatron multiplies a loss that comes without a count by its static group's size and divides it by the number of
-    micro-batches.
+    Megatron averages a loss without a token count over micro-batches, which have different numbers of tokens.
     """
     if loss_function is None:
         return None

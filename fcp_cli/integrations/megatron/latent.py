@@ -1,9 +1,9 @@
-"""Multi-latent attention under a plan: each of its layers makes and rotates its own queries and keys.
+"""Multi-latent attention (MLA) under a plan, whose layers compute and rotate their own queries and keys.
 
-Other layers are given their rotary table as an argument; these look it up themselves, in forward and again where the
-forward is recomputed. Given packed sequences, they drop the batch dimension, which the rotation of unpacked
-sequences wants. So while a layer makes queries, keys and values it is not told of sequences, and its table is that of
-the call's: of their longest, cut to the positions of the shard.
+Other layers get the rotary table as an argument; these compute it themselves, also in a recomputed forward. If they
+see packed sequences, they drop the batch dimension, which the rotation of unpacked sequences needs. So the sequences
+are hidden while a layer computes queries, keys and values, and its rotary table, made for the longest sequence of the
+call, is sliced to the positions of the shard.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _current: ContextVar[Any] = ContextVar("sequences", default=None)
 
 
 def is_latent(layer: Any) -> bool:
-    """Return whether an attention layer is one of multi-latent attention (MLA)."""
+    """Return whether an attention layer uses multi-latent attention (MLA)."""
     return hasattr(layer.config, "kv_lora_rank") and hasattr(layer, _HEADS) and hasattr(layer, "q_head_dim")
 
 
 def hook_latent(layer: Any) -> None:
-    """Make a layer rotate its queries and keys by the positions of the call's shard, if the call has one."""
+    """Hook a layer to rotate queries and keys by the positions of the call's shard, if there is one."""
     setattr(layer, _HEADS, partial(_heads, getattr(layer, _HEADS)))
     layer.rotary_pos_emb.register_forward_pre_hook(_ask_for_longest)
     layer.rotary_pos_emb.register_forward_hook(_cut)
@@ -40,7 +40,7 @@ def _heads(
     packed_seq_params: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's signature of it; heads come out as [tokens, 1, heads, size]."""
+    """Implement `get_query_key_value_tensors` without packed sequences; heads are [tokens, 1, heads, size]."""
     is_planned = getattr(packed_seq_params, "positions", None) is not None
     token = _current.set(packed_seq_params if is_planned else None)
     try:
@@ -61,7 +61,7 @@ def _cut(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def cut_table(output: Any, positions: Tensor) -> Any:
-    """Cut a rotary table [longest, 1, 1, dim] to [tokens, 1, 1, dim]; YaRN returns the table with a factor."""
+    """Slice a rotary table [longest, 1, 1, dim] to [tokens, 1, 1, dim]; YaRN returns (table, factor)."""
     table, *rest = output if isinstance(output, tuple) else (output,)
     cut = table.index_select(0, positions)
     return (cut, *rest) if isinstance(output, tuple) else cut

@@ -1,7 +1,7 @@
-"""The metrics of a Megatron job: each micro-batch from its forward to the next, its script's sums of token losses.
+"""Metrics of a Megatron job: micro-batch times, from one forward to the next, and the script's loss sums.
 
-Of several chunks of the model the last one's forwards count, so that no two micro-batches overlap: work of other
-chunks in between belongs to the micro-batch before it.
+With several model chunks, forwards of the last one delimit micro-batches, so that they do not overlap; work of other
+chunks in between counts for the previous micro-batch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fcp_cli.runtime.session.rank_job import RankJob
 
 
 def computes_loss() -> bool:
-    """Return whether this process is the one of its rank that computes the loss, and measures steps."""
+    """Return whether this process computes its rank's loss: last stage, first tensor-parallel rank."""
     is_last_stage: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     return is_last_stage and not parallel_state.get_tensor_model_parallel_rank()
 
 
 class ScheduleRecorder:
-    """The steps of one process. Of a rank's processes the one measures that computes the loss, on the last stage.
+    """Records the steps of one process; a no-op unless it computes its rank's loss.
 
     Args:
-        job: this process, joined with `records` as `computes_loss` says.
+        job: job of this process, joined with `records=computes_loss()`.
     """
 
     def __init__(self, job: RankJob) -> None:
@@ -41,7 +41,7 @@ class ScheduleRecorder:
         self._tokens: list[Tensor] = []
 
     def begin(self, step: RankStep) -> None:
-        """Begin a step; the one before ended with its last optimizer step."""
+        """Begin a step, which also ends the previous one, including its optimizer step."""
         if self._recorder is None:
             return
         if not self._is_open:
@@ -52,7 +52,7 @@ class ScheduleRecorder:
         self._first = None
 
     def go_on(self, row: MicroBatch, *, is_last_chunk: bool) -> None:
-        """Note that a micro-batch's forward begins; its backward runs before the next forward, if there is one."""
+        """Mark the start of a micro-batch's forward, which ends the previous micro-batch."""
         if self._recorder is None or self._record is None:
             return
         now = self._clock.mark()
@@ -61,7 +61,7 @@ class ScheduleRecorder:
             return
         self._close(now)
         self._recorder.enter()
-        # The step's first micro-batch begins with its first forward, of whichever chunk.
+        # The first micro-batch of a step starts with the step's first forward, of any chunk.
         self._running = (row.order, now if self._record.marks else self._first)
 
     def add_loss(self, loss_sum: Any, tokens: Any) -> None:
@@ -71,7 +71,7 @@ class ScheduleRecorder:
             self._tokens.append(torch.as_tensor(tokens).detach().reshape(()))
 
     def leave(self) -> None:
-        """Note that all micro-batches have run, and gradients are whole."""
+        """Mark the end of all micro-batches, with complete gradients."""
         if self._record is None:
             return
         self._close(self._clock.mark())

@@ -1,9 +1,8 @@
-"""Make the attention and the rotary embeddings of a GPTModel, or a HybridModel, follow the micro-batch of each call.
+"""Hooks attention and rotary embeddings of a GPTModel or HybridModel to follow the micro-batch of each call.
 
-Nothing is kept in a module or in Megatron's parallel state. The ring travels in the call's PackedSeqParams, which every
-layer hands down and recomputation keeps; the rotary table of the call is cut to the positions of the shard, and is an
-argument of every layer too. So a backward that comes after another forward, and a recomputed forward, use the right
-group.
+No state is kept in modules or in Megatron's parallel state. The ring is an attribute of the call's PackedSeqParams,
+which every layer passes on and recomputation saves. The rotary table is sliced to the positions of the shard, and is a
+layer argument too. So a backward after another forward, and a recomputed forward, use the right ring.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ PARAMS = "packed_seq_params"
 
 @dataclass
 class RingSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's description of packed sequences, with the ring that they are attended to on.
+    """Megatron's description of packed sequences, extended by the ring of the call.
 
-    Its format is not "thd": Megatron would rotate queries and keys by its own idea of who holds which tokens (equal
-    chunks of a static group) instead of by the table that belongs to the shard.
+    Its format is not "thd", with which Megatron would apply rotary embeddings for its own token layout (equal chunks of
+    a static group) instead of the table sliced for the shard.
     """
 
     ring: Ring | None = None
-    positions: Tensor | None = None  # [tokens], for layers that make their rotary table themselves
+    positions: Tensor | None = None  # [tokens], for layers that compute their own rotary table
     owners: Tensor | None = None  # of `PlannedMicroBatch`
     lengths: tuple[int, ...] = ()
     ahead: Any = None  # `multi_token.TokensAhead`, if the model predicts several tokens
-    packed: PackedSeqParams | None = None  # replaces it if Transformer Engine attends
+    packed: PackedSeqParams | None = None  # used instead if Transformer Engine computes attention
 
 
 def hook_model(model: Any, hook_layer: Callable[[Attention], None] | None = None) -> int:
-    """Hook one GPTModel or HybridModel, once; returns how many attention layers it has.
+    """Hook one GPTModel or HybridModel, once; return the number of its attention layers.
 
     Args:
-        hook_layer: makes one attention layer attend on the ring of the call; by default with fcp's own ring.
+        hook_layer: hooks one attention layer to the ring of the call; None: to fcp's own ring attention.
     """
     signature = inspect.signature(type(model).forward)
-    place = list(signature.parameters).index(PARAMS) - 1  # of those after self
+    place = list(signature.parameters).index(PARAMS) - 1  # index among positional arguments, without self
     # Not as a hook of the module: Megatron-FSDP calls the forward of its wrapped module by name.
     model.forward = partial(_forward, model.forward, place)
     rotary = getattr(model, "rotary_pos_emb", None)
@@ -71,7 +70,7 @@ def hook_model(model: Any, hook_layer: Callable[[Attention], None] | None = None
 
 
 def _forward(original: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a model's forward, with the micro-batch's sequences described in its arguments."""
+    """Run a model's forward with the micro-batch's `RingSequences` as packed_seq_params."""
     microbatch = current_microbatch.get()
     if microbatch is None:
         return original(*args, **kwargs)
@@ -83,14 +82,14 @@ def _forward(original: Callable[..., Any], place: int, *args: Any, **kwargs: Any
             "batches of its data iterator"
         )
     sequences = _sequences(microbatch)
-    # The caller gave it by position.
+    # Passed by position.
     if len(args) > place:
         return original(*args[:place], sequences, *args[place + 1 :], **kwargs)
     return original(*args, **{**kwargs, PARAMS: sequences})
 
 
 def _sequences(microbatch: PlannedMicroBatch) -> RingSequences:
-    # Megatron keeps the rotary tables of 32 lengths: powers of two are few.
+    # Rounded up to a power of two, since Megatron caches rotary tables of only 32 lengths.
     longest = 1 << (microbatch.longest_tokens - 1).bit_length()
     return RingSequences(
         qkv_format="sbhd",
@@ -110,7 +109,7 @@ def _cut_rotary_table(module: nn.Module, args: tuple[Any, ...], output: Any) -> 
 
 
 def _hook_core_attention(layer: Attention) -> None:
-    """Attend on the call's ring, if it has one. The module, its state and its checkpoints are unchanged."""
+    """Compute attention on the call's ring, if it has one. Modules, state and checkpoints are unchanged."""
     core = layer.core_attention
     config = layer.config
     scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
@@ -131,7 +130,7 @@ def _core_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Megatron's signature of a core attention; query [tokens, 1, heads, size] -> [tokens, 1, heads * value size]."""
+    """Implement Megatron's core attention; query [tokens, 1, heads, size] -> [tokens, 1, heads * value size]."""
     sequences = kwargs.get(PARAMS)
     if not isinstance(sequences, RingSequences) or sequences.ring is None:
         return original(query, key, value, attention_mask, *args, **kwargs)
@@ -139,7 +138,7 @@ def _core_attention(
         raise RunError("the model adds a bias to attention scores, which a plan cannot follow")
     ring = sequences.ring
     if sequences.packed is not None:
-        # Transformer Engine's ring calls no attention of ours that would count.
+        # Counted here, since Transformer Engine bypasses `attention`, which counts itself.
         ring.attention_calls += 1
         packed = (tensor.squeeze(1) for tensor in (query, key, value))
         run = partial(original, *packed, None, *args)
@@ -150,10 +149,10 @@ def _core_attention(
 
 
 def _hook_router(router: Any) -> None:
-    """Count the tokens of each expert, by which balancing without a loss moves its bias, without padding.
+    """Count tokens per expert without padding, for loss-free balancing (expert bias).
 
-    Megatron counts in the forward that has gradients, which recomputation may run when no micro-batch is current, and
-    counts padding, too. Under a plan only the first forward counts.
+    Megatron counts padding, and counts in the forward with gradients, which recomputation may run when no micro-batch
+    is current. Under a plan, the first forward counts instead.
     """
     router._apply_expert_bias = lambda *_, **__: None
     router.register_forward_hook(_count_tokens)
@@ -184,7 +183,7 @@ def unwrapped(chunk: nn.Module) -> Any:
 
 
 def model_classes() -> tuple[type, ...]:
-    """Return the classes of language models of this megatron-core; in newer ones HybridModel takes GPTModel's place."""
+    """Return the language model classes of this megatron-core; newer versions also have HybridModel."""
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
     except ImportError:
@@ -193,5 +192,5 @@ def model_classes() -> tuple[type, ...]:
 
 
 def device_of(models: Iterable[nn.Module]) -> torch.device:
-    """Return the device of the models' parameters; one may have none."""
+    """Return the device of the models' parameters; single models may have none."""
     return next(parameter.device for model in models for parameter in model.parameters())

@@ -1,12 +1,11 @@
-"""Multi-token prediction (MTP) under a plan: its layers and their loss look ahead within sequences, not shards.
+"""Multi-token prediction (MTP) under a plan: layers and losses look ahead within sequences instead of shards.
 
-Megatron moves token ids, positions, labels and the loss mask by one place per layer, with `roll_tensor`, over a static
-group. If the call has the sequences of a plan, the next tokens come from the sequences that the rank has read. The
-tensor to be moved shows how far it was moved before: it is an argument of the model, or the result of an
-earlier move.
+Per layer, Megatron shifts token ids, positions, labels and the loss mask by one token over a static group, with
+`roll_tensor`. Under a plan, the following tokens come from the whole sequences, which the rank has read. How far a
+tensor has been shifted follows from its identity: it is an argument of the model, or the result of an earlier shift.
 
-Newer Megatrons weigh the loss of each layer by tokens with a loss over tokens that have one so many places ahead. Under
-a plan that is counted sequence by sequence, whichever rank holds which part.
+Newer versions weigh each layer's loss by (tokens with a loss) / (tokens with a loss that many places ahead). Under a
+plan, both are counted per sequence, so the weight does not depend on how sequences are sharded.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ def check_multi_token() -> None:
 
 
 def hook_multi_token(model: Any) -> int:
-    """Make a model's multi-token prediction follow the micro-batch of each call, before its own hooks are in.
+    """Hook a model's multi-token prediction to follow the micro-batch of each call; call it before `hook_model`.
 
     Returns:
-        How many attention layers run in a forward beyond those that the model has, because some are repeated.
+        Number of attention calls per forward in addition to one per layer, from repeated layers.
     """
     for module in (multi_token_prediction, gpt_model):
         _hook_roll(module)
@@ -56,7 +55,7 @@ def hook_multi_token(model: Any) -> int:
     if block is None:
         return 0
     for layer in block.layers:
-        # In older ones the sequences are an argument of the function that is recomputed, which takes only tensors.
+        # Older versions pass the sequences through the checkpoint function, which takes only tensors.
         if "forward_func" in inspect.signature(layer._checkpointed_forward).parameters:
             layer._checkpointed_forward = partial(_checkpointed, layer._checkpointed_forward)
     repeats = model.config.mtp_num_layers // len(block.layers) - 1
@@ -64,12 +63,12 @@ def hook_multi_token(model: Any) -> int:
 
 
 class TokensAhead:
-    """Tokens after those of one call of the model.
+    """Replacement of `roll_tensor` for one call of the model.
 
     Args:
-        ahead: the ahead on the model's device.
-        given: tensors that the call was given, by name; labels are moved as a copy.
-        is_weighted: whether this Megatron weighs the loss.
+        ahead: following tokens, on the model's device.
+        given: argument tensors of the call, by name; Megatron shifts a copy of the labels.
+        is_weighted: whether this version of Megatron weighs the loss.
     """
 
     def __init__(self, ahead: Ahead, given: Mapping[str, Tensor], *, is_weighted: bool) -> None:
@@ -79,7 +78,7 @@ class TokensAhead:
         self._copies = [LABELS] if LABELS in given else []
 
     def after(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a tensor moved by one more place, and the number of tokens with a loss, as `roll_tensor` does."""
+        """Return a tensor shifted by one more token, and the number of tokens with a loss, like `roll_tensor`."""
         name, places = self._identify(tensor)
         values = self._ahead.values[name][places]
         if name == LOSS_MASK and self._is_weighted:
@@ -90,11 +89,11 @@ class TokensAhead:
         return moved, torch.full((), count, dtype=torch.float32, device=tensor.device)
 
     def weights(self, mask: Tensor) -> Tensor:
-        """Return the replacement of the loss mask where Megatron weighs the loss: only its sum matters.
+        """Return the mask to pass as loss mask to a Megatron that weighs the loss, where only its sum matters.
 
-        Megatron multiplies the loss by the sum of the mask that the model is given over the count that comes with the
-        moved one, and logs its sum over that count. With the sum of `_base` and a count of 1, a sequence's loss is
-        logged as its mean, once for all members of its group.
+        Megatron multiplies the loss by (sum of the loss mask) / (count returned with the shifted mask), and logs the
+        loss sum over that count. With a sum of `_base` and a count of 1, a sequence's loss is logged as its mean, once
+        for all members of its group.
         """
         weights = torch.zeros_like(mask)
         weights[..., 0] = self._base
@@ -103,7 +102,7 @@ class TokensAhead:
 
     @property
     def _base(self) -> float:
-        """Return the tokens with a loss of one of the row's sequences, in the mean; 1 if there are none."""
+        """Mean number of tokens with a loss per sequence of the row; 1 if there are none."""
         return self._ahead.counts[0] or 1.0
 
     def _identify(self, tensor: Tensor) -> tuple[str, int]:
@@ -119,9 +118,9 @@ class TokensAhead:
 
 
 class _Forward:
-    """A model's forward, which gets the tokens after those of each call. Its sequences are described in the call.
+    """Forward of a model with multi-token prediction, which attaches `TokensAhead` to the call's sequences.
 
-    The first call with tokens compares the script's arguments with the batch, for which the host waits.
+    The first call with tokens compares the script's arguments with the batch, which synchronizes with the device.
     """
 
     def __init__(self, model: Any, names: list[str], is_weighted: bool) -> None:
@@ -147,7 +146,7 @@ class _Forward:
         return self._original(**arguments)
 
     def _compare(self, given: Mapping[str, Tensor | None], microbatch: PlannedMicroBatch) -> None:
-        """Check that labels and loss mask are those of the batch, from which their following tokens are taken."""
+        """Raise RunError unless labels and loss mask equal the batch's, from which following tokens are taken."""
         for name in (LABELS, LOSS_MASK):
             tensor, planned = given[name], microbatch.batch.get(name)
             if tensor is None or planned is None:
@@ -162,8 +161,8 @@ class _Forward:
 
 
 def _hook_roll(module: ModuleType) -> None:
-    """Newer models call it in its own module, older ones import it by name."""
-    # `wraps` leaves a mark, so that a second model does not hook it twice.
+    """Hook `roll_tensor` in a module that defines it, or (older versions) imports it by name."""
+    # `wraps` sets __wrapped__, so that a second model does not hook it twice.
     original: Callable[..., tuple[Tensor, Tensor]] | None = getattr(module, _ROLL, None)
     if original is None or hasattr(original, "__wrapped__"):
         return
@@ -179,7 +178,7 @@ def _hook_roll(module: ModuleType) -> None:
 def _checkpointed(
     original: Callable[..., Any], forward_func: Callable[..., Any], *, packed_seq_params: Any, **kwargs: Any
 ) -> Any:
-    """Give sequences to the recomputed function instead of to the checkpoint that keeps its arguments."""
+    """Pass sequences to the recomputed function by closure, since the checkpoint saves tensor arguments only."""
     names = list(kwargs)
 
     def forward(*values: Any, **named: Any) -> Any:

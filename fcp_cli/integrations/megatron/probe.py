@@ -1,9 +1,8 @@
-"""Compare, before the first step, attention on the plan's groups with the same sequences run without a ring.
+"""Numeric probe before the first step: compares attention on the plan's groups with attention without a ring.
 
-A hook that a model class evades, a kernel that is wrong on this device, a group that mixes ranks up: most of these
-change the loss by less than a person would see in a curve. So one layer's attention on made-up hidden states
-is compared, forward and backward, token by token. Nothing else of the model runs, so that nothing else can disturb it:
-neither dropout, nor experts that get another token by a rounding, nor the other stages of a pipeline.
+A bypassed hook, a faulty kernel or a wrong rank order usually changes the loss too little to see in its curve. So the
+probe compares one attention layer on random hidden states, forward and backward, token by token. Nothing else of the
+model runs, to exclude dropout, expert routing that flips by rounding, and other pipeline stages.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fcp_cli.integrations.megatron.model import device_of
 from fcp_cli.integrations.megatron.stack import Stack
 from fcp_cli.plan.step import MicroBatch
 
-# Relative L2 difference of one layer's output, or of the gradient of its input, that is still rounding.
+# Largest relative L2 difference of a layer's output, or of its input gradient, explained by rounding.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 _HIDDEN, _PLACES = "hidden", "places"
 
@@ -45,19 +44,22 @@ def probe(
     multiple: int,
     stack: Stack,
 ) -> float:
-    """Run tiny sequences on the groups of these rows, and on single ranks, and compare. All processes call it.
+    """Run tiny sequences on the groups of these rows and on single ranks, and compare. Collective.
 
     Args:
-        models: GPTModel, or a pipeline stage's part of one; its first attention layer, if any, is run.
-        rows: the rows of this rank, in the plan's order.
-        enter: gives a shard its ring.
-        load: makes a shard of a row.
-        rank: the rank of the plan.
+        models: model chunks of this process; the first attention layer, if any, is run.
+        rows: rows of this rank, in the plan's order.
+        enter: returns the micro-batch of a shard, with its ring.
+        load: loads the shard of a row.
+        rank: rank of the plan.
         multiple: divisor of a shard's tokens.
-        stack: the stack of the model.
+        stack: stack of the model.
 
     Returns:
-        Largest relative L2 difference of a rank's output, and of the gradient of its hidden states.
+        Largest relative L2 difference of outputs and input gradients over all ranks.
+
+    Raises:
+        RunError: rounding does not explain the difference.
     """
     device = device_of(models)
     model = next((model for model in models if attention_layers(model)), None)
@@ -83,7 +85,7 @@ def probe(
             places = shard.batch[_PLACES][0, shard.is_planned] - row.sequences[0]
             expected = torch.cat(alone, dim=1)[:, places]
             error, size = (t.flatten(1).norm(dim=1) for t in (grouped[:, shard.is_planned] - expected, expected))
-            differences += (error / size.clamp_min(1e-30)).tolist()  # of the output, and of the gradient
+            differences += (error / size.clamp_min(1e-30)).tolist()  # [output, input gradient]
     difference = _worst(differences, device)
     _require_rounding(difference, weight.dtype)
     return difference
@@ -100,9 +102,9 @@ def _require_rounding(difference: float, dtype: torch.dtype) -> None:
 
 
 class _MadeUp:
-    """Made-up sequences, equal on all ranks. Their hidden states replace an embedding.
+    """Data set of random hidden states in place of embeddings, equal on all ranks.
 
-    Each is numbered by the place of its first token, as a token is by its own.
+    A sequence is indexed by the global place of its first token; `places` numbers its tokens from there.
     """
 
     def __init__(self, lengths: Mapping[int, int], hidden_size: int, axes: int) -> None:
@@ -123,9 +125,9 @@ class _MadeUp:
 
 
 def _tiny(row: MicroBatch, multiple: int) -> MicroBatch:
-    """Two short sequences that the degree does not divide, on the row's ranks; others than in every other row."""
+    """Return a row with two short sequences on the same ranks, of lengths that the degree does not divide."""
     lengths = (multiple * (2 * row.degree + 3), multiple * (row.degree + 1))
-    # Places of rows do not meet: these sequences are far shorter than 2^20 tokens.
+    # Distinct places for every row: the sequences are far shorter than 2^20 tokens.
     first = row.order << 20
     return replace(row, sequences=(first, first + lengths[0]), lengths=lengths)
 
@@ -142,15 +144,15 @@ def _collate(items: Any) -> dict[str, Tensor]:
 def _attended(
     model: Any, layer: Any, batch: Any, weight: Tensor, microbatch: PlannedMicroBatch | None = None
 ) -> Tensor:
-    """Return [2, tokens, hidden_size] on the host: the layer's output, and the gradient of its hidden states.
+    """Return [2, tokens, hidden_size] on the host: the layer's output, and the gradient of its input.
 
-    Without a micro-batch by Megatron's own rotary embedding, and no ring.
+    Without a micro-batch, there is no ring, and Megatron's own rotary embedding applies.
     """
     tokens, positions = (batch[name].to(weight.device) for name in (TOKENS, POSITIONS))
     if positions.dim() == 3:  # [1, axes, tokens]; Megatron wants the axes first
         positions = positions.transpose(0, 1)
     hidden = batch[_HIDDEN].permute(2, 0, 1).to(weight.device, weight.dtype).contiguous()
-    # The gradient of the output: another one for each token, and the same with and without the ring.
+    # Output gradient: distinct for each token, and equal with and without the ring.
     wanted = hidden.roll(1, dims=-1)
     hidden.requires_grad_()
     is_split = model.config.sequence_parallel
@@ -169,12 +171,12 @@ def _attended(
 
 
 class _Attended(Exception):
-    """Leaves the model's forward after its attention, before logits and multi-token prediction."""
+    """Raised to leave the model's forward after attention, before logits and multi-token prediction."""
 
 
 @contextmanager
 def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
-    """Make the decoder run this attention layer only; the list gets its output."""
+    """Replace the decoder's forward with this attention layer; yield a list that receives its output."""
     outputs: list[Tensor] = []
 
     def attend(
@@ -186,7 +188,7 @@ def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
         outputs.append(out)
         raise _Attended
 
-    decoder.set_input_tensor(None)  # a later stage may have one of an evaluation, and would take its length
+    decoder.set_input_tensor(None)  # a later stage may still hold the input of an evaluation, of another length
     own = vars(decoder).get("forward")
     decoder.forward = attend
     try:
@@ -200,7 +202,7 @@ def _only(layer: Any, decoder: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _frozen(layer: nn.Module) -> Iterator[None]:
-    """Keep backwards from leaving gradients in the layer's weights, and from waking DDP's hooks."""
+    """Freeze the layer's weights, so that backwards leave no gradients and do not trigger DDP's hooks."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -212,7 +214,7 @@ def _frozen(layer: nn.Module) -> Iterator[None]:
 
 
 def _worst(differences: Iterable[float], device: torch.device) -> float:
-    """Return the largest over all processes, so that all stop or none; NaN counts as the largest."""
+    """Return the maximum over all processes, so that all fail or none; NaN counts as infinity."""
     found = torch.tensor([math.inf if math.isnan(one) else one for one in differences], device=device).max()
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)

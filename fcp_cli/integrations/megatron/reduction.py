@@ -1,9 +1,9 @@
-"""Keep Megatron's DDP from communicating inside the forwards and backwards of a step that follows a plan.
+"""Keeps Megatron's DDP from communicating within the forwards and backwards of a planned step, which could deadlock.
 
-A rank's last backward may be a ring of which another member has micro-batches left, and its first forward a ring that
-another member reaches later. A reduction or a gather over all ranks between two hops of such a ring waits for a rank
-that waits for the hop behind it. So parameters are gathered before the step's first forward, and gradients reduced
-after the last backward, regardless of `overlap_grad_reduce` and `overlap_param_gather`.
+Members of a ring may be at different points of their step: it is the last micro-batch of one and not of another. An
+all-rank reduction or gather between two hops of the ring would wait for a rank that itself waits for the next hop. So
+parameters are gathered before the step's first forward, and gradients reduced after the last backward, regardless of
+`overlap_grad_reduce` and `overlap_param_gather`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _HELD = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_gr
 
 
 def gather_parameters(chunks: Iterable[Any]) -> None:
-    """Finish every gather of parameters that the forwards of the next step would run. Collective.
+    """Run all parameter gathers that Megatron would overlap with the forwards of the next step. Collective.
 
-    Megatron has no such gathers in its first step, where its own hooks are off.
+    There are none in the first step, in which Megatron disables its own hooks.
     """
     for chunk in chunks:
         config = getattr(chunk, "ddp_config", None)
@@ -36,13 +36,13 @@ def _gather(groups: Sequence[Any]) -> None:
 
 @contextmanager
 def reduced_after_backwards(chunks: Sequence[Any], config: Any) -> Iterator[None]:
-    """Defer gradient reductions of a schedule that runs in this context to its end, when it finalises gradients.
+    """Defer the gradient reductions of a schedule run in this context until it finalizes gradients.
 
-    Without it, `overlap_grad_reduce` would start them inside backwards.
+    Otherwise, `overlap_grad_reduce` would start them inside backwards.
 
     Args:
-        chunks: the chunks of the model, as the schedule is given them.
-        config: the configuration of the first, where the schedule finds the functions that reduce; restored on leaving.
+        chunks: model chunks, as passed to the schedule.
+        config: configuration of the first chunk, which holds the schedule's reduction functions; restored on exit.
     """
     overlapping = [
         chunk for chunk in chunks if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False)
@@ -59,8 +59,7 @@ def reduced_after_backwards(chunks: Sequence[Any], config: Any) -> Iterator[None
     def reduce() -> None:
         held.close()
         for chunk in overlapping:
-            # Newer Megatrons start the reduction as they finish it while they have not seen in which order gradients
-            # come.
+            # In the first batch, newer versions start the reduction themselves when they finish it.
             if not any(getattr(group, "is_first_batch", False) for group in _bucket_groups(chunk)):
                 chunk.start_grad_sync()
 
@@ -72,7 +71,7 @@ def reduced_after_backwards(chunks: Sequence[Any], config: Any) -> Iterator[None
     config.finalize_model_grads_func = None if finalize is None else reduce_and_finalize
     try:
         yield
-        if finalize is None:  # the script does it after the schedule
+        if finalize is None:  # the script finalizes after the schedule
             reduce()
     finally:
         held.close()

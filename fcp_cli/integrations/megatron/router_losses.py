@@ -1,17 +1,16 @@
-"""The losses of a router of experts under a plan: those of one process that runs the same packs.
+"""Losses of MoE routers under a plan, equal to those of a single process that runs the same packs.
 
-Megatron counts the tokens of each expert over a static group, in which a plan's groups are one rank. Here they are
-counted over the members of the micro-batch's group, without padding. Of T tokens, k experts for each of them, E
-experts, and the score p(x, e) of token x for expert e,
+Megatron counts the tokens of each expert over a static context-parallel group, which has one rank under a plan. Here
+they are counted over the micro-batch's group, without padding. For T tokens, top-k routing to E experts, and the score
+p(x, e) of token x for expert e,
 
     loss = coefficient * E / (k T) * sum over e of tokens(e) * sum over x of p(x, e)
 
-for the tokens of a pack (`aux_loss`) or for those of each sequence (`seq_aux_loss`), times T / T as under the per-token
-loss: it weighs as much as the losses of T tokens. Every member adds the share of its own tokens x. The z-loss is a sum
-over tokens.
+over the tokens of a pack (`aux_loss`) or of each sequence (`seq_aux_loss`). As with the per-token loss, it has the
+weight of T token losses. Every member adds the part of its own tokens x. The z-loss is a sum over tokens.
 
-A router does not receive the call's sequences, so they are recorded while its layer runs, in forward and again where
-the forward is recomputed.
+A router does not receive the call's sequences, so a context variable holds them while its layer runs, also in a
+recomputed forward.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _current: ContextVar[Any] = ContextVar("layer_sequences", default=None)
 
 
 def hook_losses(model: Any) -> None:
-    """Make the losses of a model's routers those of the packs of a plan."""
+    """Hook a model's routers to compute their losses over the packs of a plan."""
     for module in model.modules():
         if isinstance(module, TransformerLayer):
             module.forward = partial(_within_call, module.forward)
@@ -56,7 +55,7 @@ def _within_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _sequences() -> Any:
-    """Return the sequences of the call; None outside of plans."""
+    """Return the sequences of the current call; None outside of planned micro-batches."""
     sequences = _current.get()
     if sequences is None and torch._C._current_graph_task_id() != -1:
         raise RunError(
@@ -69,7 +68,7 @@ def _sequences() -> Any:
 def _loss_of_pack(
     router: Any, original: Callable[..., Tensor], probs: Tensor, scores: Tensor, routing_map: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Megatron's signature of `_apply_aux_loss`."""
+    """Replace `TopKRouter._apply_aux_loss`: the balancing loss of the pack."""
     coefficient, sequences = router.get_aux_loss_coeff("aux_loss"), _sequences()
     if sequences is None or not coefficient:
         return original(probs, scores, routing_map, **kwargs)
@@ -88,7 +87,7 @@ def _loss_of_sequences(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Megatron's signature of `_apply_seq_aux_loss`."""
+    """Replace `TopKRouter._apply_seq_aux_loss`: the balancing losses of the sequences."""
     coefficient, sequences = router.get_aux_loss_coeff("seq_aux_loss"), _sequences()
     if sequences is None or not coefficient:
         return original(probs, scores, routing_map, *args, **kwargs)
@@ -99,7 +98,7 @@ def _loss_of_sequences(
 
 
 def _z_loss(router: Any, original: Callable[..., Tensor], logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Megatron's signature of `apply_z_loss`."""
+    """Replace `TopKRouter.apply_z_loss`, which would count padding."""
     coefficient = router.config.moe_z_loss_coeff
     if coefficient is None or not (router.training and torch.is_grad_enabled()):
         return original(logits, *args, **kwargs)
@@ -122,16 +121,16 @@ def _balancing_loss(
     lengths: Sequence[int],
     sequences: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return this process's share of the losses, times their tokens, and of their sum without coefficient, for the log.
+    """Return this process's part of (losses weighted by their tokens, sum of losses without coefficient for the log).
 
     Args:
         scores, routing_map: [tokens, experts].
-        owners: [tokens] which of `lengths` a token belongs to; their number for padding.
-        lengths: tokens of each loss.
+        owners: [tokens], index in `lengths` of each token; len(lengths) for padding.
+        lengths: number of tokens over which each loss is computed.
     """
     experts = scores.shape[1]
     counts = scores.new_zeros(len(lengths) + 1, experts, dtype=torch.float32)
-    # The last row takes the padding, and is dropped.
+    # The last row counts padding, and is dropped.
     counts = counts.index_add_(0, owners, routing_map.to(counts))[:-1]
     if router.config.sequence_parallel:
         dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
@@ -144,7 +143,7 @@ def _balancing_loss(
 
 
 def _own(router: Any, owners: Tensor) -> Tensor:
-    """Return the part of a rank's tokens [tokens] that this process routes."""
+    """Return this process's slice of a per-token tensor under sequence parallelism, else all of it."""
     if not router.config.sequence_parallel:
         return owners
     share = parallel_state.get_tensor_model_parallel_rank()
@@ -153,19 +152,19 @@ def _own(router: Any, owners: Tensor) -> Tensor:
 
 
 def _attached(activation: Tensor, loss: Tensor) -> Tensor:
-    """Return an activation whose backward is the loss's, too, in the scale of the main loss."""
+    """Attach a loss to an activation, so that its backward also runs the loss's, in the scale of the main loss."""
     attached: Tensor = routers.MoEAuxLossAutoScaler.apply(activation, loss)
     return attached
 
 
 def _record(router: Any, name: str, value: Tensor) -> None:
-    """Note a sum over sequences for Megatron's log, which divides by micro-batches and ranks."""
+    """Record a sum over sequences in Megatron's log, which divides it by micro-batches and ranks."""
     if not router.config.sequence_parallel:  # each process of a replica has all of its tokens
         value = value / parallel_state.get_tensor_model_parallel_world_size()
     tracker = getattr(routers, "get_moe_metrics_tracker", None)
     record = routers.save_to_aux_losses_tracker if tracker is None else tracker().record
     group = parallel_state.get_tensor_model_parallel_group()
     layers = router.config.num_layers
-    # Layers of multi-token prediction come last; in newer versions they are numbered by themselves.
+    # MTP layers come last in the log; newer versions number them from 1 again.
     number = router.layer_number + (layers if getattr(router, "is_mtp_layer", False) else 0)
     record(name, value, number, layers + (router.config.mtp_num_layers or 0), reduce_group=group)

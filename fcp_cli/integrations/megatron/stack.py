@@ -1,4 +1,4 @@
-"""The parts that a model is built with, which differ if others (MindSpeed) have replaced Megatron's own."""
+"""Interface to the software stack of a GPTModel: plain megatron-core here; MindSpeed patches it and has its own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fcp_cli.runtime.communication.transport import ProcessTransport
 
 
 class Stack(Protocol):
-    """One way to run a GPTModel under a plan.
+    """Stack that runs a GPTModel under a plan.
 
     Attributes:
-        even_chunks: whether sequences are padded until all chunks are equally long.
-        engine_rings: whether Transformer Engine's rings run the plan's groups if the model attends with it.
-        follows_masks: whether plans may be for sequences with masks.
-        recomputes_as_needed: whether layers may recompute as a plan says.
+        even_chunks: whether sequences are padded to equal chunks.
+        engine_rings: whether Transformer Engine's rings are used if the model has them.
+        follows_masks: whether it supports plans with attention masks.
+        recomputes_as_needed: whether it supports as-needed recomputation.
     """
 
     even_chunks: bool
@@ -29,7 +29,7 @@ class Stack(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the name, with its version, for messages."""
+        """Name and version, for messages."""
         ...
 
     def check(self, config: Any, model: Any) -> None:
@@ -37,7 +37,7 @@ class Stack(Protocol):
         ...
 
     def hook(self, model: Any, transport: ProcessTransport) -> int:
-        """Make the model follow the micro-batch of each call; returns how many attention layers it has."""
+        """Hook the model to follow the micro-batch of each call; return its attention calls per forward."""
         ...
 
     def around_step(self) -> AbstractContextManager[None]:
@@ -49,16 +49,16 @@ class Stack(Protocol):
         ...
 
     def without_ring(self, model: Any, layer: Any) -> AbstractContextManager[None]:
-        """Return the context in which this layer attends to a whole sequence by itself, outside of micro-batches."""
+        """Return a context in which this layer computes attention over whole sequences without a ring."""
         ...
 
     def totals(self, reports: Any) -> Any:
-        """Return the schedule's result for the script from its loss function's reports per micro-batch."""
+        """Convert the loss reports per micro-batch to the schedule's result for the script."""
         ...
 
 
 class MegatronStack:
-    """Plain megatron-core, with a static context-parallel group of one rank, in which nothing needs switching."""
+    """Plain megatron-core with context-parallel size 1, so that no static group must be hidden."""
 
     even_chunks = False
     engine_rings = True
@@ -91,7 +91,7 @@ class MegatronStack:
         return nullcontext()
 
     def without_ring(self, model: Any, layer: Any) -> AbstractContextManager[None]:
-        return nullcontext()  # so it is made
+        return nullcontext()  # modules run without a ring unless a micro-batch is current
 
     def totals(self, reports: Any) -> Any:
         return reports

@@ -1,8 +1,8 @@
 """Transformer Engine's own ring attention under a plan.
 
-It takes its ring from a process group, so every group of the plan gets one: made once, on all processes, in one
-order. It cuts sequences into equal chunks, so they are padded to a multiple of 2 x degree. The group is given with each
-call and taken away after it; backward and recomputation keep the call's arguments.
+Its rings need process groups, so each group of the plan gets one, created once, in the same order on all processes. It
+splits sequences into equal chunks, so they are padded to a multiple of 2 x degree. The group is set per call and reset
+after it; backward and recomputation keep the call's arguments.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fcp_cli.runtime.communication.transport import ProcessTransport
 MOST_GROUPS = 64
 """That a process may be in, if the free memory of its device is not known."""
 
-# NCCL took 544 MB for a communicator of two A100s and 688 MB for one of more (NVIDIA/nccl issue 964).
+# Measured on A100s: 544 MB per communicator of two ranks, 688 MB if larger (NVIDIA/nccl issue 964).
 _COMMUNICATOR_BYTES = 688 << 20
-_COMMUNICATORS_SHARE = 0.5  # of the memory that is free before the first step; activations need the rest
+_COMMUNICATORS_SHARE = 0.5  # share of the memory that is free before the first step; activations need the rest
 
 _VARIABLE = "FCP_ATTENTION"
 _ENGINE, _OWN = "transformer-engine", "ring"
@@ -38,12 +38,12 @@ _PEER_TO_PEER = "p2p"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanProcessGroups:
-    """The process groups of a plan, as one process sees them.
+    """Process groups of a plan, from the view of one process.
 
     Attributes:
-        groups: those that it is in, by their processes.
-        count: the count of the plan's groups of degree > 1.
-        device: the device of the process.
+        groups: process groups of which it is a member, by their global ranks in ring order.
+        count: number of the plan's groups of degree > 1.
+        device: device of the process.
     """
 
     groups: Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -54,10 +54,10 @@ class PlanProcessGroups:
         return f"Transformer Engine ({self.count} process groups)"
 
     def sequences(self, ranks: tuple[int, ...], lengths: Sequence[int]) -> PackedSeqParams:
-        """Describe a pack on the ring of these processes in Megatron's terms.
+        """Return Megatron's PackedSeqParams for a pack on a ring.
 
         Args:
-            ranks: global, in ring order.
+            ranks: global ranks in ring order.
             lengths: tokens of each sequence, with padding.
         """
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
@@ -76,17 +76,16 @@ class PlanProcessGroups:
 def wants_rings(
     models: Iterable[nn.Module], *, shares_heads: bool = False, is_latent: bool = False, has_masks: bool = False
 ) -> bool:
-    """Return whether Transformer Engine attends: it does if the model has it, unless FCP_ATTENTION forbids it.
+    """Return whether to use Transformer Engine's rings: if the model has them, unless FCP_ATTENTION=ring.
 
-    Collective: a stage of a pipeline may have no attention.
+    Collective, since a pipeline stage may have no attention layers.
 
     Args:
-        models: the models whose attention it is.
-        shares_heads: whether the plan has groups whose ranks share heads: those run on fcp's own driver, which holds
-            tokens unlike Transformer Engine.
-        is_latent: whether heads of values have another size than those of keys (MLA), which run there, too.
-        has_masks: whether the plan was made for sequences with masks, which run there unless the variable says that
-            they are packs of causal ones.
+        models: models with the attention layers.
+        shares_heads: whether the plan has groups with a Ulysses degree, which need fcp's own attention.
+        is_latent: whether value heads differ in size from key heads (MLA), which needs fcp's own attention.
+        has_masks: whether the plan has attention masks, which need fcp's own attention unless
+            FCP_ATTENTION=transformer-engine asserts that they are packs of causal sequences.
     """
     wanted = os.environ.get(_VARIABLE) or None
     if wanted not in (None, _ENGINE, _OWN):
@@ -116,36 +115,36 @@ def wants_rings(
 def make_rings(
     models: Iterable[nn.Module], plan: Path, peers: Sequence[int], device: torch.device
 ) -> PlanProcessGroups:
-    """Make and warm up the process groups of a plan. Collective: all processes call it, once.
+    """Create and warm up the process groups of a plan. Collective; called once on all processes.
 
-    Never `new_group(use_local_synchronization=True)`: with groups that overlap, it deadlocks.
+    `new_group(use_local_synchronization=True)` would deadlock, since groups overlap.
 
     Args:
-        models: the models whose attention gets a ring's arguments in addition to a group.
+        models: models whose attention modules are set up for rings.
         plan: plan file.
-        peers: the process of each rank of the plan that holds the same part of the model as this one.
-        device: the device of this process.
+        peers: global rank, for each rank of the plan, of the process with the same part of the model as this one.
+        device: device of this process.
     """
     rows = (row for step in PlanReader(plan).steps() for row in step.microbatches())
-    # In one order for all processes: new_group is collective, and would hang if the orders differed.
+    # Sorted, since new_group is collective and hangs if the order differs between processes.
     planned = sorted({row.ranks for row in rows if row.degree > 1}, key=lambda ranks: (len(ranks), ranks))
     _check_memory(plan, sum(peers.index(dist.get_rank()) in ranks for ranks in planned), device)
     for core in _cores(models):
         core.cp_comm_type = _PEER_TO_PEER
-        if type(core).cp_stream is None:  # Megatron makes it only for a static group
+        if type(core).cp_stream is None:  # Megatron creates it only for a static group
             type(core).cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     groups = {}
     for members in _members(planned, peers):
         group = dist.new_group(list(members))
         if dist.get_rank() in members and group is not None:
-            # NCCL makes a communicator at its first use, for which members of other rings would have to wait.
+            # NCCL creates communicators at first use; within a step, that would stall members of other rings.
             ProcessTransport(group, device).warm_up(device)
             groups[members] = group
     return PlanProcessGroups(groups=groups, count=len(planned), device=device)
 
 
 def most_groups(device: torch.device) -> int:
-    """Return how many groups a process on this device may be in: half of the memory that is free now, if known."""
+    """Return the maximum number of process groups: communicators may take half of the free device memory, if known."""
     if device.type != "cuda":
         return MOST_GROUPS
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -153,12 +152,12 @@ def most_groups(device: torch.device) -> int:
 
 
 def attend(core: Any, run: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Tensor:
-    """Run Megatron's core attention on packed tokens [tokens, heads * head_dim]; return [tokens, 1, the same].
+    """Run Megatron's core attention on packed tokens, and reset its group; return [tokens, 1, heads * head_dim].
 
     Args:
-        core: the module, which keeps the group that it was given last.
-        run: its forward, with queries, keys and values.
-        arguments: the arguments by name, among them the pack.
+        core: core attention module, which keeps the last group that it was given.
+        run: its forward, with queries, keys and values bound.
+        arguments: keyword arguments, including the PackedSeqParams.
     """
     try:
         return run(**arguments).unsqueeze(1)
@@ -167,10 +166,10 @@ def attend(core: Any, run: Callable[..., Tensor], arguments: Mapping[str, Any]) 
 
 
 def _check_memory(plan: Path, groups: int, device: torch.device) -> None:
-    """Raise RunError, on all processes, if one is in more groups than its device has memory for."""
+    """Raise RunError on all processes if one is a member of more groups than its device memory allows."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (groups, most_groups(device)))
-    # The process that lacks most room speaks for all, so that all stop with the same line.
+    # Report the process with the largest excess, so that all fail with the same message.
     groups, most = max(found, key=lambda own: own[0] - own[1])
     if groups > most:
         raise RunError(
@@ -185,7 +184,7 @@ def _cores(models: Iterable[nn.Module]) -> list[Any]:
 
 
 def _members(planned: Iterable[tuple[int, ...]], peers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the processes of each group: a rank of the plan may be several, each with its own part of the model."""
+    """Return the global ranks of each group, one per part of the model (tensor or pipeline parallel)."""
     columns: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(columns, tuple(peers))
     return [tuple(column[rank] for rank in ranks) for ranks in planned for column in sorted(set(columns))]

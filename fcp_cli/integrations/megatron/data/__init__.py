@@ -1,1 +1,1 @@
-"""Megatron's samples, cut to the shards of a plan, and the batches that its scripts are given of them."""
+"""Megatron's samples, sliced to the shards of a plan, and the batches made of them for scripts."""

@@ -1,7 +1,7 @@
-"""Tokens after each token of a shard, one to a few positions ahead, for multi-token prediction.
+"""Following tokens of a shard, for multi-token prediction.
 
-The next tokens of a rank's tokens lie with other ranks where a chunk ends. Every rank reads its sequences whole, so it
-takes them from there, without communication.
+At the end of a chunk, the following tokens belong to other ranks. Every rank reads whole sequences, so it takes them
+from there, without communication.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ahead:
-    """A shard's values 1, 2, ... places ahead, within their sequences; 0 where those have ended.
+    """A shard's per-token values 1, 2, ... places ahead in their sequence; 0 beyond its end.
 
     Attributes:
-        values: the values by name, [places, ..., tokens].
-        ratio: [places, tokens], of a token's sequence: tokens with a loss / tokens with a loss so many places ahead.
-        counts: tokens with a loss 0, 1, 2, ... places ahead, in the mean of the row's sequences.
+        values: values by name, [places, ..., tokens].
+        ratio: [places, tokens], per sequence: (tokens with a loss) / (tokens with a loss that many places ahead).
+        counts: mean tokens with a loss 0, 1, 2, ... places ahead, per sequence of the row.
     """
 
     values: Mapping[str, Tensor]
@@ -29,7 +29,7 @@ class Ahead:
     counts: tuple[float, ...]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Ahead:
-        """Return the same with every tensor replaced: pinned, or moved to a device."""
+        """Apply a function (pin, or move to a device) to every tensor."""
         values = {name: function(tensor) for name, tensor in self.values.items()}
         return replace(self, values=values, ratio=function(self.ratio))
 
@@ -44,15 +44,15 @@ def look_ahead(
     """Return the tokens after those of a shard.
 
     Args:
-        items: the row's sequences, whole.
-        names: the names of the values wanted; items that lack one have none ahead, either.
-        mask: name of the loss mask; without one every token has a loss.
-        places: how many to look ahead.
-        shard_of: cuts a shard out of whole sequences.
+        items: whole sequences of the row.
+        names: names of the wanted values; missing ones are skipped.
+        mask: name of the loss mask; without one, every token has a loss.
+        places: number of places to look ahead.
+        shard_of: slices the shard out of whole sequences.
     """
     masks = [item[mask] if mask in item else torch.ones(next(iter(item.values())).shape[-1]) for item in items]
     counts = [[float(_moved(one, place).sum()) for one in masks] for place in range(places + 1)]
-    # At least 1: a sequence too short to have a loss so far ahead gets a weight, but none of its tokens counts.
+    # At least 1, for sequences too short to have a loss that far ahead; their weight is unused.
     ratios = [
         [one.new_full(one.shape, own / max(ahead, 1.0)) for one, own, ahead in zip(masks, counts[0], row, strict=True)]
         for row in counts[1:]
@@ -67,5 +67,5 @@ def look_ahead(
 
 
 def _moved(tensor: Tensor, places: int) -> Tensor:
-    """Shift a sequence's per-token values so many positions towards its beginning."""
+    """Shift per-token values towards the beginning of the sequence, padding with zeros."""
     return pad(tensor[..., places:], (0, min(places, tensor.shape[-1])))

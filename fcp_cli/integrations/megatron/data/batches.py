@@ -1,8 +1,8 @@
-"""Data of scripts that read it on only one process of a replica, as Megatron-LM's `pretrain_gpt.py` does.
+"""Batches of scripts that read data on one process of a replica only, e.g. Megatron-LM's `pretrain_gpt.py`.
 
-Its first tensor-parallel process has the data set and broadcasts batches of the static length to the others; stages in
-the middle of a pipeline have none. Under a plan lengths differ, so the first process of a replica gives its whole step
-to the others, and each takes its batches from that.
+There, the first tensor-parallel process broadcasts batches of a static length; middle stages of a pipeline read none.
+Under a plan, lengths differ, so the first process of a replica broadcasts its whole step, from which each process takes
+its batches.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fcp_cli.integrations.megatron.data.microbatch import current_microbatch
 from fcp_cli.integrations.megatron.data.samples import ATTENTION_MASK, LOSS_MASK, POSITIONS, TOKENS, LocalStep
 
 _HOOKED = "get_batch_on_this_tp_rank"
-# Where it is, by version: to 0.18 it reads from an iterator, from 0.19 on it gets the first process's batch.
+# Up to 0.18, it reads from an iterator; from 0.19 on, it gets the first process's batch.
 _MODULES = ("megatron.training.utils", "megatron.core.utils")
-# In the order in which scripts unpack them.
+# In the order in which scripts unpack the batch.
 _ENTRIES = (TOKENS, "labels", LOSS_MASK, ATTENTION_MASK, POSITIONS)
 _hooked: list[Callable[..., Any]] = []
 
 
 def hook_batches(utils: ModuleType) -> None:
-    """Hook one of `_MODULES`, to be called once it has been imported, before its importer sees it.
+    """Hook one of `_MODULES` right after its import, before other modules import from it by name.
 
-    Within a micro-batch of a plan, each process reads its own batch; elsewhere, e.g. in evaluation, the first process
+    In a planned micro-batch, each process reads its own batch; elsewhere, e.g. in evaluation, the first process
     broadcasts as usual.
     """
     get_batch: Callable[..., Any] | None = getattr(utils, _HOOKED, None)
@@ -54,22 +54,21 @@ def hook_batches(utils: ModuleType) -> None:
 
 
 class _ScriptBatch(dict[str, Any]):
-    """Further values for scripts from 0.19 on (sequences packed by others, their groups) are None under a plan."""
+    """A batch whose missing entries are None: scripts from 0.19 on also read e.g. packing and groups."""
 
     def __missing__(self, name: str) -> None:
         return None
 
 
 def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the process that reads data has to pass its step on to others of this replica, which read none.
+    """Return whether a process that reads data must broadcast its step within this replica. Collective over it.
 
-    Collective over the replica. False, too, for scripts that broadcast batches with a function of their own, which was
-    not hooked: it expects the static length.
+    False if the script broadcasts batches with an unhooked function of its own, which expects the static length.
 
     Args:
-        data_iterator: this process's; None if it reads no data.
-        replica: the processes of one rank of the plan.
-        device: the device of the collective.
+        data_iterator: data iterator of this process; None if it reads no data.
+        replica: processes of one rank of the plan.
+        device: device for the collective.
     """
     found = {getattr(sys.modules.get(module), _HOOKED, None) for module in _MODULES}
     if dist.get_world_size(replica) == 1 or not found.intersection(_hooked):
@@ -80,7 +79,7 @@ def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.de
 
 
 def share(read: Callable[[], LocalStep], replica: dist.ProcessGroup) -> LocalStep:
-    """Return the batch that the first process of a replica reads, on all of them. All call it."""
+    """Read a step on the first process of a replica, and broadcast it to all. Collective."""
     first = dist.get_process_group_ranks(replica)[0]
     found: list[Any] = [read() if dist.get_rank() == first else None]
     dist.broadcast_object_list(found, src=first, group=replica)

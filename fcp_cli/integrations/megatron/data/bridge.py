@@ -1,7 +1,7 @@
-"""Megatron-Bridge's loader of whole batches (`dataloader_type="batch"`), with which its recipes fine-tune.
+"""Megatron-Bridge's loader of global batches (`dataloader_type="batch"`), used by its fine-tuning recipes.
 
-Its training step draws a rank's share of the global batch and splits it before it asks for the schedule. Under a plan
-nothing is drawn: the schedule is given the loader's own iterator, behind which the data set is found.
+Its training step draws a rank's share of the global batch and splits it before it calls the schedule. Under a plan,
+the split is skipped: the schedule gets the loader's own iterator, behind which the data set is found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CYCLES = "cyclic_iter"
 
 
 def hook_splitting(module: ModuleType) -> None:
-    """Let a training step leave the batch to the plan; evaluation, which runs without gradients, is unchanged."""
+    """Skip the split in training steps, detected by enabled gradients; evaluation is unchanged."""
     _require(module, _SPLITS, ("data_iterator", "num_microbatches", "default_seq_length"))
     split = getattr(module, _SPLITS)
 
@@ -34,7 +34,7 @@ def hook_splitting(module: ModuleType) -> None:
 
 
 def hook_cycling(module: ModuleType) -> None:
-    """Expose the data set behind a loader that restarts when it ends."""
+    """Replace Bridge's endless loader, a generator, with one that exposes its data set."""
     _require(module, _CYCLES, ())
     setattr(module, _CYCLES, Cycle)
 

@@ -1,4 +1,4 @@
-"""One micro-batch of the plan as a Megatron script sees it, and which one is running its forward."""
+"""A planned micro-batch in a Megatron script, and the current one."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class PlannedMicroBatch:
     """A rank's shard of one row of the plan.
 
     Attributes:
-        row: the row in the plan.
-        batch: the batch for the script's data iterator: tensors [1, tokens], and placeholders for the rest.
-        ring: the ring on which its attention runs.
-        positions: [tokens] int64, of each token within its own sequence.
-        is_planned: [tokens] bool; padding is not.
-        longest_tokens: the tokens of the row's longest sequence, with its padding; 1 if there is none.
+        row: row of the plan.
+        batch: batch for the script's data iterator: tensors [1, tokens], and placeholders for the rest.
+        ring: ring for its attention.
+        positions: [tokens] int64, position of each token in its sequence.
+        is_planned: [tokens] bool, False for padding.
+        longest_tokens: length of the longest sequence, with padding; 1 if there is none.
         lengths: tokens of each sequence, without padding.
-        owners: [tokens] int64, which of the sequences a token belongs to, and their number for padding; None if no
-            loss is made of them.
-        ahead: the tokens after each token, if the model predicts several.
-        packed: the same for Transformer Engine, where that attends: Megatron's PackedSeqParams with a process group.
+        owners: [tokens] int64, sequence index of each token, and the number of sequences for padding; None unless the
+            router has a loss.
+        ahead: tokens after each token, for multi-token prediction.
+        packed: PackedSeqParams with a process group, if Transformer Engine computes attention.
     """
 
     row: MicroBatch
@@ -45,7 +45,7 @@ class PlannedMicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of the shard, with padding."""
+        """Number of tokens in the shard, with padding."""
         return self.positions.shape[0]
 
 

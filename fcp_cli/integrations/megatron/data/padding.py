@@ -1,4 +1,4 @@
-"""Padding that rings of equal chunks add to a plan's tokens, and whether the plan counts it."""
+"""Padding added by rings of equal chunks, and whether the plan accounts for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fcp_cli.plan.pricing.padding import held_tokens, padding_multiple
 
 
 def padding_report(plan: Path, metadata: PlanMetadata, *, tensor_parallel: int) -> str:
-    """Read the plan and return how much of it is padding, for the line that names the plan.
+    """Return the share of padding in a plan, for the start-up log line; reads the whole plan.
 
     Args:
         plan: plan file.
-        metadata: the metadata of the plan.
+        metadata: metadata of the plan.
         tensor_parallel: devices over which sequence parallelism divides a rank's tokens; 1 without it.
     """
     needed = padding_multiple(tensor_parallel)

@@ -1,4 +1,4 @@
-"""The steps of a plan, read from a Megatron script's data set ahead of its schedule."""
+"""Prefetches a plan's steps from a Megatron script's data set."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _STEPS_AHEAD = 2
 
 
 class PlannedData:
-    """This process's steps of the plan. Every process of a replica calls it, also those whose script gives no data.
+    """Planned steps of this process. Every process of a replica uses it, even if its script reads no data.
 
     Args:
         plan, metadata: plan file and its metadata.
-        load: `load_shard` for this rank and its rings.
-        rank: the rank of the plan.
-        device: the device of this process.
-        ascending: keep the ranks of groups in ascending order.
+        load: `load_shard`, bound to this rank.
+        rank: rank of the plan.
+        device: device of this process.
+        ascending: whether to keep the ranks of groups in ascending order.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class PlannedData:
         self._next_step = 0
 
     def next_step(self, data_iterator: Any) -> LocalStep:
-        """Return the next step, read here or by the process of this replica that the script gives its data to."""
+        """Return the next step, read here, or broadcast by the process of this replica that reads data."""
         if self._shares_data is None:
             self._shares_data = shares_data(data_iterator, self._replica, self._device)
         read = partial(self._read, data_iterator)
         if not self._shares_data:
             return read()
-        note_follower(self._plan)  # a process that is given the step reads nothing of the plan itself
+        note_follower(self._plan)  # processes that receive the step never read the plan file
         step = share(read, self._replica)
         return step.pinned() if self._device.type == "cuda" else step
 
@@ -69,7 +69,7 @@ class PlannedData:
         if data_iterator is not self._iterator or self._steps is None:
             self._open(data_iterator)
         assert self._steps is not None
-        # Megatron reruns a step to see whether hardware was at fault.
+        # Megatron's rerun state machine repeats a step to detect hardware faults.
         if getattr(data_iterator, "replaying", False) and self._current is not None:
             return self._current
         step = next(self._steps, None)
@@ -82,7 +82,7 @@ class PlannedData:
         return step
 
     def _open(self, data_iterator: Any) -> None:
-        """Start reading where the script's sampler starts, i.e. at the end of its checkpoint."""
+        """Start reading at the step after the samples that the script's sampler has consumed."""
         planned, manifest = self._metadata.masks, self._metadata.manifest
         masks = None if planned is None else planned.of_rows(manifest.rows)
         samples = replace(find_samples(data_iterator), masks=masks, manifest=manifest.name)
@@ -94,7 +94,7 @@ class PlannedData:
             )
         if self._steps is not None:
             self._steps.close()
-        # Read in the thread that loads.
+        # ahead=0: the loader thread below prefetches.
         cursor = PlanCursor(self._plan, self._rank, first_step=step, ahead=0, ascending=self._ascending)
 
         def begin(row: MicroBatch, _: Sequence[MicroBatch]) -> Callable[[], LocalShard]:
@@ -105,7 +105,7 @@ class PlannedData:
         self._iterator, self._next_step = data_iterator, step
 
     def _first_step(self, samples: Samples) -> int:
-        """Return the step of the plan that begins after the samples consumed."""
+        """Return the step of the plan after the consumed samples; raise RunError if they are not whole steps."""
         size = self._metadata.global_batch_size
         step, rest = divmod(samples.consumed, size)
         if rest:

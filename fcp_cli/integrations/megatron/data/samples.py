@@ -1,9 +1,9 @@
-"""A rank's own samples of the plan, out of the data set behind the script's data iterator.
+"""Reads a rank's planned samples from the data set behind the script's data iterator.
 
-Megatron gives every data-parallel rank a DataLoader over the whole data set and a sampler that knows how many samples
-were consumed. Nothing is drawn from that iterator: each rank reads the rows that its plan names from the data set and
-keeps the tokens that it holds. Since the place in the plan is derived from the samples consumed, resuming needs nothing
-that Megatron's own checkpoint does not have.
+Every data-parallel rank of Megatron has a DataLoader over the whole data set, with a sampler that knows the number of
+consumed samples. The iterator itself is not advanced: each rank reads its planned rows from the data set and keeps the
+tokens of its shard. The step of the plan follows from the consumed samples, so Megatron's own checkpoint is enough to
+resume.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ ATTENTION_MASK = "attention_mask"
 MASK = "mask"
 _ENDS = "cu_seqlens"
 _AHEAD = (TOKENS, LABELS, LOSS_MASK, POSITIONS)
-# Where sequences end in a pack as it lies there, by whose data set it is: padded sequences before bare ones.
+# Keys with the sequence ends of a pack, by data set; those that include padding first, since they index the tensors.
 _ENDS_OF_PACKS = ("cu_seqlens_q_padded", "cu_seqlens_padded", "cu_seqlens_q", _ENDS)
 
-# Random samplers hand out the data set in their own order, and count ahead of training.
+# Random samplers use their own order, and count samples ahead of training.
 _RANDOM_SAMPLER = "MegatronPretrainingRandomSampler"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """The source of a script's samples.
+    """A script's data set and how far it is consumed.
 
     Attributes:
-        dataset: random access by manifest row; an item is a mapping with "tokens" and tensors as long as they are.
-        collate: the data loader's own, from a list of items to a batch.
-        consumed: samples that were trained on before.
-        masks: the masks of all rows, if the plan keeps them.
+        dataset: data set indexed by manifest row; an item maps "tokens" and other names to tensors of equal length.
+        collate: collate function of the data loader, from a list of items to a batch.
+        consumed: number of samples trained before.
+        masks: masks of all rows, if the plan records them.
         manifest: name of the plan's manifest, for messages.
     """
 
@@ -63,17 +63,17 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalShard:
-    """One rank's part of one row, on the host.
+    """One rank's shard of one row of the plan, in host memory.
 
     Attributes:
-        row: the row in the plan.
-        member: this rank's place in its group.
-        layout: the tokens of each member.
-        batch: the batch, as the script's data iterator shall give it.
-        positions: [tokens] int64, of each token within its own sequence.
-        is_planned: [tokens] bool; padding is not.
-        lengths: tokens of each sequence of the row, without padding; packs of the data set have several.
-        ahead: the tokens after each token, if requested.
+        row: row of the plan.
+        member: index of this rank in its group.
+        layout: assignment of tokens to members.
+        batch: batch for the script's data iterator.
+        positions: [tokens] int64, position of each token in its sequence.
+        is_planned: [tokens] bool, False for padding.
+        lengths: tokens of each sequence, without padding; an item of the data set may be a pack of several.
+        ahead: tokens after each token, if requested.
     """
 
     row: MicroBatch
@@ -87,7 +87,7 @@ class LocalShard:
 
     @property
     def owners(self) -> Tensor:
-        """Return [tokens] int64, which of the sequences each token belongs to, and their number for padding."""
+        """Sequence index of each token, [tokens] int64; the number of sequences for padding."""
         count = len(self.lengths)
         of_pack = torch.arange(count).repeat_interleave(torch.tensor(self.layout.lengths, dtype=torch.int64))
         owners = torch.full_like(self.positions, count)
@@ -109,9 +109,9 @@ LocalStep: TypeAlias = LoadedStep[LocalShard]
 
 
 def find_samples(data_iterator: Any) -> Samples:
-    """Find the data set behind a data iterator, and how far training has come."""
+    """Find the data set and the consumed samples of a data iterator; raise RunError if it hides them."""
     inner = source_of(data_iterator)
-    dataset = getattr(inner, "_dataset", getattr(inner, "dataset", None))  # of a torch DataLoader or its iterator
+    dataset = getattr(inner, "_dataset", getattr(inner, "dataset", None))  # DataLoader or its iterator
     if dataset is None or not hasattr(dataset, "__getitem__"):
         raise RunError(
             f"the data iterator is a {type(inner).__name__}, behind which no data set with random access can be found; "
@@ -132,16 +132,16 @@ def find_samples(data_iterator: Any) -> Samples:
 
 
 def source_of(data_iterator: Any) -> Any:
-    """Return the iterator or loader inside those of Megatron that wrap it."""
+    """Unwrap Megatron's iterators: return the inner iterator or loader."""
     inner = data_iterator
-    # Of megatron.core.rerun_state_machine, and of Bridge's virtual stages.
+    # Wrappers of megatron.core.rerun_state_machine, and of Bridge's virtual stages.
     while (wrapped := getattr(inner, "iterable", getattr(inner, "iterator", None))) is not None:
         inner = wrapped
     return inner
 
 
 class _Collated:
-    """A data set whose items become tokens when they are collated, such as Megatron-Bridge's of packed sequences."""
+    """A data set whose items only have tokens once collated, e.g. Megatron-Bridge's packed sequences."""
 
     def __init__(self, dataset: Any, collate: Callable[[Sequence[Any]], Mapping[str, Any]]) -> None:
         self._dataset = dataset
@@ -160,7 +160,7 @@ def _batch_of_one(items: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _sampler(iterator: Any) -> Any:
-    """Return the batch sampler that a DataLoader was given, else its sampler, from the loader's iterator."""
+    """Return the custom batch sampler behind a DataLoader's iterator, else its sampler."""
     index_sampler = iterator._index_sampler
     if hasattr(index_sampler, "consumed_samples"):
         return index_sampler
@@ -176,17 +176,17 @@ def load_shard(
     even_chunks: bool = False,
     places_ahead: int = 0,
 ) -> LocalShard:
-    """Load a rank's part of one row, padded with zeros: tokens that no planned token sees and whose loss mask is 0.
+    """Load a rank's shard of one row, padded with zeros, which no planned token attends to and whose loss mask is 0.
 
-    A rank without tokens gets padding only, so that it takes part in every forward and backward with weight zero.
+    A rank without tokens gets padding only, so that it joins every forward and backward with weight zero.
 
     Args:
-        row: one that this rank takes part in.
-        samples: the samples where its sequences come from.
-        rank: the rank of the plan.
-        multiple: shards are padded to a multiple of so many tokens, as sequence parallelism needs it.
-        even_chunks: pad each sequence until its chunks are equally long, and such multiples; rings of others need it.
-        places_ahead: so far the following tokens are looked up, for multi-token prediction.
+        row: row of the plan in which this rank is a member.
+        samples: data set of its sequences.
+        rank: rank of the plan.
+        multiple: pad shards to a multiple of this many tokens, for sequence parallelism.
+        even_chunks: pad each sequence to equal chunks of that multiple, for rings other than fcp's.
+        places_ahead: number of following tokens to look up, for multi-token prediction.
     """
     member = row.ranks.index(rank)
     packs = [_sequences(samples, at, length) for at, length in zip(row.sequences, row.lengths, strict=True)]
@@ -202,7 +202,7 @@ def load_shard(
     index = torch.from_numpy(layout.index(member)) if row.degree > 1 else None
     padding = max(-(-len(positions) // multiple), 1) * multiple - len(positions)
     ends = [most - length for most, length in zip(padded, lengths, strict=True)]
-    if not items:  # an idle row: an item cut to no token shows the names and types of the data set's tensors
+    if not items:  # idle row: an item cut to 0 tokens provides names and dtypes
         items, ends = _sequences(samples, 0, 0)[0], [0]
 
     def shard_of(whole: Sequence[Tensor]) -> Tensor:
@@ -212,10 +212,10 @@ def load_shard(
 
     shard = {name: shard_of([item[name] for item in items]) for name in items[0]}
     positions = _ended(positions, padding)
-    # Those of several axes (mRoPE), and of packs, in which they may run on, are the data set's own.
+    # Keep the data set's positions if they have several axes (mRoPE), or in packs, where they may run on.
     if shard.get(POSITIONS, positions).dim() == 1 and len(items) <= max(len(packs), 1):
         shard[POSITIONS] = positions
-    # The plan decides which tokens see each other; a script that passes a mask on must find one all the same.
+    # Placeholder for scripts that pass a mask on; the plan's layout determines masking.
     shard[ATTENTION_MASK] = torch.zeros(1, 1, 1, dtype=torch.bool)
     return LocalShard(
         row=row,
@@ -239,14 +239,14 @@ def _require_no_mask(row: MicroBatch, packs: Sequence[tuple[list[dict[str, Tenso
 
 
 def _ended(tensor: Tensor, end: int) -> Tensor:
-    """Add zeros at the end of a tensor. Most need none, and torch is slow to add none."""
+    """Append `end` zeros to a tensor's last dimension; skips torch's slow pad if there are none."""
     return pad(tensor, (0, end)) if end else tensor
 
 
 def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, Tensor]], Mask]:
-    """Return the per-token fields of an item of the data set, cut to the plan's length, of each sequence in it.
+    """Return the per-token tensors of each sequence in an item, cut to the plan's length, and the item's mask.
 
-    Includes their masks: causal, unless an item of one sequence has its own.
+    The mask is causal, unless an item of one sequence has its own.
     """
     found = samples.dataset[at]
     if not isinstance(found, Mapping) or TOKENS not in found:
@@ -264,7 +264,7 @@ def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, T
         if not mask.is_causal:
             require_same(mask, planned, at, tokens, samples.manifest)
         mask = planned
-    # Tokens beyond the plan's length may be padding, also of a mask that cannot be cut.
+    # Tokens beyond the plan's length may be padding, even if the mask cannot be cut.
     if length and (misfit := mask.misfit(tokens if mask.can_be_cut else length)):
         raise RunError(f"row {at} of the data set has {tokens} tokens, {length} in the plan, but {misfit}")
     ends = sequence_ends(found, at, tokens, length) if mask.is_causal else [length]
@@ -273,13 +273,13 @@ def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, T
 
 
 def mask_of(item: Mapping[str, Any], at: int, tokens: int) -> Mask:
-    """Return the mask of an item: its `mask`, or the spans that its attention mask opens; else the causal one."""
+    """Return the mask of an item: its `mask`, else bidirectional spans in its attention mask, else causal."""
     mask: Mask | None = item.get(MASK)
     return _spans_by(torch.as_tensor(item.get(ATTENTION_MASK, ())), at, tokens) if mask is None else mask
 
 
 def _spans_by(mask: Tensor, at: int, tokens: int) -> Mask:
-    """Return the mask of an attention mask [tokens, tokens] in which a token sees a later one; else the causal one."""
+    """Return the mask of bidirectional spans of an attention mask [tokens, tokens]; causal if there are none."""
     if mask.dtype != torch.bool or mask.shape[-2:] != (tokens, tokens) or mask.numel() != tokens * tokens:
         return CAUSAL
     hidden = mask.reshape(tokens, tokens)
@@ -301,10 +301,10 @@ def _spans_by(mask: Tensor, at: int, tokens: int) -> Mask:
 
 
 def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) -> list[int]:
-    """Return where each sequence of an item ends, up to the planned length, at which the last one does.
+    """Return the ends of the sequences in an item, the last of which is the planned length.
 
-    An item may be a pack: its `cu_seqlens` say so, as of conversations under `--sft`, or an attention mask in which
-    documents do not see each other (`--reset-attention-mask`).
+    An item is a pack if it has `cu_seqlens` (e.g. conversations under `--sft`), or an attention mask that separates
+    documents (`--reset-attention-mask`).
     """
     if not length:
         return [0]
@@ -325,21 +325,21 @@ def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) ->
 
 
 def _ends_in(ends: list[int], at: int, length: int) -> list[int]:
-    """Return the ends that `cu_seqlens` name; it may repeat the last one, or end in -1, and excludes padding."""
+    """Return the sequence ends in `cu_seqlens`, which may have repeated ends or a tail of -1."""
     while ends and ends[-1] == -1:
         ends = ends[:-1]
     if ends[:1] != [0] or ends != sorted(ends):
         raise RunError(f"row {at} of the data set has {_ENDS} that do not ascend from 0; they begin {ends[:8]}")
-    # Cut at the planned length; ends that repeat, as of padding, vanish.
+    # Cut at the planned length; the set removes repeated ends.
     return sorted({min(end, length) for end in (*ends, length)} - {0})
 
 
 def _ends_by(mask: Tensor, at: int, length: int) -> list[int]:
-    """Return the ends of the documents of an attention mask, [tokens, tokens], true where a token is hidden."""
+    """Return the document ends in an attention mask [tokens, tokens], in which True hides a token."""
     ends = [length]
     while True:
         hidden = mask[ends[-1] - 1, : ends[-1]]
-        first = int(hidden.sum())  # of the tokens that the document's last one sees
+        first = int(hidden.sum())  # start of the document: the first token that its last one sees
         if first in (0, len(hidden)):  # in some masks true means visible
             return ends[::-1]
         if not hidden[:first].all():
