@@ -1,7 +1,8 @@
-"""Hooks that make each attention layer of a model use the ring of its call.
+"""Hooks attention layers to use the ring of each call.
 
-The ring comes with the call's PackedSeqParams, which every layer hands down and recomputation keeps. Only the core
-attention is given packed sequences: megatron-core 0.12 would else rotate queries and keys by its static group.
+The ring is an attribute of the call's PackedSeqParams, which every layer passes on and recomputation saves. Only the
+core attention sees packed sequences, since with them megatron-core 0.12 would apply rotary embeddings for its static
+group.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _sequences: ContextVar[RingSequences | None] = ContextVar("sequences_of_the_laye
 
 
 def hook_layer(layer: Attention, on_ring: Callable[[Ring, Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Make one attention layer use the ring of the call, without changing its modules.
+    """Hook one attention layer to the ring of the call, without changing its modules.
 
     Args:
-        on_ring: attends, given the ring and a shard's queries, keys and values [tokens, heads, head_dim].
+        on_ring: computes attention from the ring and a shard's queries, keys and values [tokens, heads, head_dim].
     """
     layer.forward = partial(_attention, layer.forward)
     layer._checkpointed_attention_forward = partial(_recomputable_core, layer._checkpointed_attention_forward)
@@ -45,9 +46,9 @@ def scale_of(core: nn.Module, config: Any) -> float:
 
 
 def hook_rotary(rotary: nn.Module) -> None:
-    """Make a rotary embedding return the table of all positions within a plan's micro-batches.
+    """Hook a rotary embedding to return the table of all positions in planned micro-batches.
 
-    By itself it cuts them for MindSpeed's static context-parallel group, and keeps the cut ones for the next call.
+    Unhooked, it slices the table for the static context-parallel group, and caches the slice for the next call.
     """
     rotary.register_forward_pre_hook(
         lambda _, args, kwargs: None if current_microbatch.get() is None else (args, {**kwargs, "packed_seq": True}),
@@ -56,7 +57,7 @@ def hook_rotary(rotary: nn.Module) -> None:
 
 
 def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an attention layer's forward pass as for a single sequence, and pass the ring to its core attention."""
+    """Run an attention layer as for a single sequence, and pass the ring to its core attention."""
     sequences = kwargs.get(PARAMS)
     if not isinstance(sequences, RingSequences):
         return original(*args, **kwargs)
@@ -68,7 +69,7 @@ def _attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputable_core(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Bind the ring to the core attention: the backward pass recomputes only that, after the layer's call has ended."""
+    """Pass the ring to a recomputed core attention as an argument, since it runs again after the layer's call."""
     return original(*args, **{**kwargs, PARAMS: _sequences.get() or kwargs.get(PARAMS)})
 
 
@@ -82,7 +83,7 @@ def _core_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Megatron's signature of a core attention; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim]."""
+    """Implement Megatron's core attention; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim]."""
     given = kwargs.get(PARAMS)
     sequences = given if isinstance(given, RingSequences) else _sequences.get()
     if sequences is None or sequences.ring is None:
@@ -92,9 +93,9 @@ def _core_attention(
 
 
 def plain_attention(scale: float, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Compute causal attention over one complete sequence without a ring, in at least fp32; memory is quadratic.
+    """Compute causal attention over one whole sequence without a ring, in at least fp32; memory is quadratic.
 
-    Megatron's signature of it; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim].
+    Has the signature of Megatron's core attention; query [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim].
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k, v = (tensor.squeeze(1).transpose(0, 1).to(wide) for tensor in (query, key, value))
@@ -106,9 +107,9 @@ def plain_attention(scale: float, query: Tensor, key: Tensor, value: Tensor, *_:
 
 
 def replace_unflatten() -> bool:
-    """Replace MindSpeed's `unflatten_softmax` if it fails in this version, as it does without the fused update.
+    """Replace MindSpeed's `unflatten_softmax` if it fails in this version; return whether it did.
 
-    It regards a transposed tensor through `view`, which needs its elements in order: with several heads they are not.
+    Without the fused update, it calls `view` on a transposed tensor, which is not contiguous with several heads.
     """
     from mindspeed.core.context_parallel import utils
 
@@ -121,7 +122,7 @@ def replace_unflatten() -> bool:
 
 
 def unflatten_softmax_wrapper(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Implement it with `reshape`: [tokens, heads, 8] becomes head-major within each sequence."""
+    """Implement `unflatten_softmax` with `reshape`: [tokens, heads, 8] becomes head-major within each sequence."""
 
     def unflatten_softmax(x: Tensor, sub_seq_len: list[int]) -> Tensor:
         heads, lanes = x.shape[1:]

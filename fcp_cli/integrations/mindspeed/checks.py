@@ -1,4 +1,4 @@
-"""Checks that MindSpeed, its settings and its model can follow a plan, or raises an error in one line."""
+"""Checks that MindSpeed's version, settings and model can follow a plan; each raises a one-line RunError."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KNOWN_TO_WORK = ("2.3.0_core_r0.12.1", "26.1.0_core_r0.12.1", "core_r0.15.3", "c
 _CONTEXT_PARALLEL = "mindspeed.core.context_parallel"
 _RING = f"{_CONTEXT_PARALLEL}.ring_context_parallel"
 _RING_ALGORITHM = "megatron_cp_algo"
-# Layers of the last two exchange tokens for heads over groups of theirs, which a plan's exchange replaces.
+# Algorithms with a ring; the static all-to-alls of the last two are replaced by the plan's.
 _ON_RINGS = (_RING_ALGORITHM, "ulysses_cp_algo", "hybrid_cp_algo")
 
 
 def name() -> str:
-    """Return MindSpeed's and Megatron's names with their versions."""
+    """Return names and versions of MindSpeed and megatron-core, for messages."""
     try:
         version = metadata.version("mindspeed")
     except metadata.PackageNotFoundError:  # a source folder on PYTHONPATH
@@ -33,7 +33,7 @@ def _advice() -> str:
 
 
 def check_schedules(schedules: ModuleType) -> None:
-    """Check the functions that are called in `megatron.core.pipeline_parallel.schedules`."""
+    """Check the signatures used in `megatron.core.pipeline_parallel.schedules`."""
     _require(schedules, "get_forward_backward_func", ())
     wanted = ("forward_step_func", "data_iterator", "model", "num_microbatches", "micro_batch_size", "forward_only")
     for function in ("forward_backward_no_pipelining", "forward_backward_pipelining_without_interleaving"):
@@ -41,7 +41,7 @@ def check_schedules(schedules: ModuleType) -> None:
 
 
 def check_targets() -> None:
-    """Check everything hooked or used in Megatron and MindSpeed, except MindSpeed's ring."""
+    """Check the signatures hooked or used in Megatron and MindSpeed, except those of MindSpeed's ring."""
     from megatron.core import packed_seq_params, parallel_state
     from megatron.core.models.common.embeddings import rotary_pos_embedding
     from megatron.core.models.gpt import gpt_model
@@ -61,9 +61,9 @@ def check_targets() -> None:
 
 
 def why_own_ring(config: Any) -> str:
-    """Return why fcp's ring must replace MindSpeed's on the plan's groups; empty if it need not.
+    """Return a clause that explains why fcp's ring replaces MindSpeed's; "" if it does not.
 
-    Its other ways to attend know their groups, windows, second communicators or masks before the first step.
+    MindSpeed's other algorithms, windows and overlapped sends fix groups or masks before the first step.
     """
     if not _has_ring():
         return ", as MindSpeed has none"
@@ -86,7 +86,7 @@ def _has_ring() -> bool:
 
 
 def check_ring() -> None:
-    """Check MindSpeed's ring attention."""
+    """Check the signatures used in MindSpeed's ring attention."""
     ring = ("q", "k", "v", "n", "cp_para", "softmax_scale", "attn_mask", "dropout_p", "packed_seq_params")
     _require(_module(f"{_RING}.ring_context_parallel"), "ringattn_context_parallel", ring)
     policy = ("layer_number", "cache_policy_init", "cache_interval")
@@ -148,7 +148,7 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
 
 
 def check_layers(model: Any) -> None:
-    """Check the attention layers of a GPTModel."""
+    """Check that the core attention of a GPTModel is Megatron's or MindSpeed's."""
     for layer in megatron.attention_layers(model):
         core = type(layer.core_attention)
         if core.__module__.split(".")[0] not in ("megatron", "mindspeed"):

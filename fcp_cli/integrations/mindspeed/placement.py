@@ -1,8 +1,8 @@
-"""Tells Megatron and MindSpeed, per call, which ranks share its sequences or gradients.
+"""Overrides the process groups of Megatron and MindSpeed per call.
 
-Both keep one static answer in module globals and read it, through functions, wherever they need it. Those functions
-are wrapped: within a call that has a placement they answer with it, and otherwise as before. The globals stay as they
-are, so that code outside the call is not affected.
+Both keep static groups in module globals, which they read through functions. The wrapped functions return the current
+placement's group inside a call with a placement, else the original. The globals are unchanged, so code outside the
+call is not affected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Placement:
         ranks: global ranks of the context-parallel group.
         index: index of this process in `ranks`.
         group: process group of them.
-        data: process group of data-parallel sums, whether asked for with context parallelism or without.
+        data: data-parallel group, with and without context parallelism.
     """
 
     ranks: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Placement:
 
 _current: ContextVar[Placement | None] = ContextVar("current_placement", default=None)
 
-# By the function that is asked: the answer, or None to leave it to the function itself.
+# Function path -> override from the placement; None: call the original.
 _ANSWERS: Mapping[str, Callable[[Placement], Any]] = {
     f"{_PARALLEL_STATE}.get_context_parallel_group": lambda placement: placement.group,
     f"{_PARALLEL_STATE}.get_context_parallel_global_ranks": lambda placement: list(placement.ranks) or None,
@@ -62,14 +62,14 @@ def placed(placement: Placement) -> Iterator[None]:
 
 
 def hook_parallel_state() -> None:
-    """Make the functions in `_ANSWERS` return the placement of the call, for all modules that imported them."""
+    """Hook the functions in `_ANSWERS` to return the call's placement, in all modules that imported them."""
     for path, answer in _ANSWERS.items():
         wrap_everywhere(path, _answering(answer))
     wrap_everywhere(_SLICE_TABLE, _whole_table_wrapper)
 
 
 def _whole_table_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Do not slice rotary tables on a one-rank group. Newer Megatrons use the group that a module was created with."""
+    """Skip slicing rotary tables under a one-rank placement: newer versions use the group stored in the module."""
 
     @wraps(original)
     def slice_table(table: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,10 +93,10 @@ def _answering(answer: Callable[[Placement], Any]) -> Callable[[Callable[..., An
 
 
 def wrap_everywhere(path: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the function at `path` with `wrapper`, in its module and in all that imported it by name.
+    """Wrap the function at `path` in its module and in all modules that imported it by name.
 
-    MindSpeed's own patch manager does it if there is one, so that it knows of it; it takes a function for a
-    wrapper if its name ends in `wrapper`.
+    If MindSpeed's patch manager is loaded, the wrapper is registered there. It treats functions as wrappers only if
+    their name ends in `wrapper`.
     """
     manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
     if manager is not None:

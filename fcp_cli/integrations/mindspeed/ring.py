@@ -1,8 +1,8 @@
-"""Runs ring attention on the ring of a call, MindSpeed's or fcp's own, between Ulysses all-to-alls.
+"""Ring attention of a call, MindSpeed's or fcp's own, between Ulysses all-to-alls.
 
-MindSpeed's ring is given who belongs to it as an argument, which it keeps for its backward; it names global ranks, so
-one process group carries all rings. Its own Ulysses and hybrid layers exchange tokens for heads over the groups that
-they were made with; here ranks that share heads do so as everywhere under a plan.
+MindSpeed's ring attention takes its members as an argument, as global ranks, and keeps them for the backward. So one
+process group carries all rings. MindSpeed's own Ulysses and hybrid layers are bypassed, since they are bound to static
+groups; the all-to-alls are fcp's.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fcp_cli.runtime.ring_attention.attention import attention
 from fcp_cli.runtime.ring_attention.ring import Ring
 
 _MASK_TOKENS = 2048  # size of the causal mask that fused attention on NPUs requires for all lengths
-_NO_BIAS = 1  # of `pse_type`
+_NO_BIAS = 1  # a `pse_type`: no positional bias
 
 
 def attend_on_mindspeed(
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, scale: float, group: dist.ProcessGroup, settings: Any
 ) -> Tensor:
-    """Compute attention over the pack of a call, sharded over its ring, with MindSpeed's ring attention.
+    """Compute attention over a pack sharded on a ring, with MindSpeed's ring attention.
 
     Args:
-        ring: the ring of the call; chunks are equally long.
+        ring: ring of the call, with chunks of equal length.
         query, key, value: [tokens, heads, head_dim] of the shard.
         scale: factor on the scores.
-        group: the group of all ranks.
-        settings: MindSpeed's arguments of its ring, by name (`ring_settings`).
+        group: process group of all ranks.
+        settings: other arguments of MindSpeed's ring attention, from `ring_settings`.
 
     Returns:
         [tokens, heads, head_dim].
@@ -52,13 +52,13 @@ def attend_on_mindspeed(
 
 
 def attend_on_own(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """Do the same with fcp's own ring, whose chunks may have any length."""
+    """Compute the same as `attend_on_mindspeed` with fcp's own ring, whose chunks may have any length."""
     out = attention(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)), ring=ring, scale=scale)
     return out.squeeze(0).transpose(0, 1)
 
 
 def ring_settings(config: Any, layer_number: int) -> dict[str, Any]:
-    """Return those arguments of MindSpeed's ring that are the same in every call of a layer."""
+    """Return the arguments of MindSpeed's ring attention that are equal in all calls of a layer."""
     from mindspeed.core.context_parallel.ring_context_parallel.context_parallel_kv_cache import get_cache_policy
 
     policy = getattr(config, "context_parallel_kv_cache_policy", None)
@@ -91,7 +91,7 @@ def _around_ring(
         "cp_size": len(ranks),
         "rank": at,
         "cp_global_ranks": ranks,
-        "cp_inner_ranks": [ranks[at]],  # windows (`--cp-window-size`) of only this rank
+        "cp_inner_ranks": [ranks[at]],  # no double ring: windows (`--cp-window-size`) of one rank
         "cp_outer_ranks": ranks,
         "cp_dkv_outer_ranks": ranks,
         "cp_group_for_intra_window": group,
@@ -105,7 +105,7 @@ def _around_ring(
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _local_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
-    """Describe a shard in MindSpeed's format: sequence ends, and the rows of each front and back chunk."""
+    """Return a shard in MindSpeed's format: sequence ends, and the indices of front and back chunks."""
     sizes = torch.tensor(lengths)
     ends = sizes.cumsum(0)
     is_front = torch.arange(int(ends[-1])) < (ends - sizes // 2).repeat_interleave(sizes)

@@ -26,21 +26,22 @@ from fcp_cli.integrations.mindspeed.placement import Placement, hook_parallel_st
 from fcp_cli.integrations.mindspeed.ring import attend_on_mindspeed, attend_on_own, ring_settings
 from fcp_cli.runtime.communication.transport import ProcessTransport
 
-# Of Megatron's groups, those that may be of one process: sums of a script over such a group are unchanged.
+# Megatron's groups that may have a single process, over which a script's sums are unchanged.
 _SMALL_GROUPS = ("pipeline_model_parallel", "tensor_model_parallel", "expert_model_parallel")
 
 
 class MindSpeedStack:
-    """megatron-core under MindSpeed, whose ring attends if the job has a static context-parallel group.
+    """megatron-core under MindSpeed.
 
-    Otherwise, and if that ring lacks a feature of the job, fcp's own ring attends, and nothing is padded.
+    MindSpeed's ring attention is used if the job has a static context-parallel group, and the ring has all features of
+    the job. Otherwise fcp's own is used, without padding.
 
-    A script's own code runs as on a group of one rank: it slices, multiplies and sums nothing for the
-    static group. Gradients are counted over all ranks, where megatron-core 0.12 leaves the members of a
-    context-parallel group out, since it expects each to have counted for all of them.
+    The script's own code sees a context-parallel group of one rank, so it slices, scales and sums nothing for the
+    static group. Data-parallel sums run over all ranks; megatron-core 0.12 would exclude other members of a
+    context-parallel group, since it expects each to have counted for all of them.
 
     Args:
-        config: the configuration of the transformer, into which MindSpeed copies its own settings.
+        config: transformer config, into which MindSpeed copies its own settings.
     """
 
     engine_rings = False
@@ -102,7 +103,7 @@ class MindSpeedStack:
     def without_ring(self, model: Any, layer: Any) -> Iterator[None]:
         """Replace MindSpeed's attention, which needs at least two ranks, with a plain implementation."""
         static, ring = model.config.context_parallel_size, layer.core_attention.forward
-        model.config.context_parallel_size = 1  # else the rotary table would be as long as a whole static group's
+        model.config.context_parallel_size = 1  # else the rotary table would have the length of the whole static group
         layer.core_attention.forward = partial(plain_attention, scale_of(layer.core_attention, layer.config))
         try:
             with self.around_script():
@@ -111,7 +112,7 @@ class MindSpeedStack:
             model.config.context_parallel_size, layer.core_attention.forward = static, ring
 
     def totals(self, reports: Any) -> Any:
-        """Sum the loss reports of all micro-batches and ranks, since each call of the script knows only its own.
+        """Sum the (loss, tokens) reports over micro-batches and ranks, since each call of the script sees only its own.
 
         Other values are averaged over this rank's micro-batches.
         """
@@ -133,7 +134,7 @@ class MindSpeedStack:
 
 @contextmanager
 def _told(placement: Placement) -> Iterator[None]:
-    """Use a placement. Raise RunError if MindSpeed has reapplied its patches (`repatch`) and removed the hooks."""
+    """Use a placement; raise RunError if the hooks are gone, e.g. because of MindSpeed's `repatch`."""
     with placed(placement):
         if parallel_state.get_data_parallel_group() is not placement.data:
             raise RunError(
