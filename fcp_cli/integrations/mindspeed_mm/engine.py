@@ -1,6 +1,6 @@
-"""Makes MindSpeed-MM's FSDP2 engine follow the plan: prepares its model before sharding, and replaces its step.
+"""Hooks MindSpeed-MM's FSDP2 engine to follow the plan: prepares the model before sharding, and replaces its step.
 
-Clipping, the optimizer's step, the schedule, logs and checkpoints stay the engine's.
+Clipping, the optimizer step, the schedule, logs and checkpoints remain the engine's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _outside(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare(model: Any) -> None:
-    """Make the model use ring attention and compute its loss in its head, unless the script has prepared it."""
+    """Prepare the model for ring attention, unless the script has, and give it a loss head."""
     from fcp_cli.integrations.hugging_face.follow import base_model
     from fcp_cli.integrations.transformers.loss import put_loss_head
     from fcp_cli.integrations.transformers.preparation import NAME, prepare
@@ -97,7 +97,7 @@ def _planned_steps(engine: Any) -> Any:
     check_global_batch(session.metadata, engine.args.training.global_batch_size, "training.global_batch_size")
     config = base_model(engine.model).config
     loader = engine.train_dataloader
-    loader = getattr(loader, "base_dataloader", loader)  # inside the loader that counts tokens of batches
+    loader = getattr(loader, "base_dataloader", loader)  # unwrap the loader that counts tokens
     rows = _rows(loader, session.plan, session.metadata, config)
     session.fetch = rows.ahead(PlanSampler(session, first_step=engine.iteration))
     return session.steps(engine.model, first_step=engine.iteration)
@@ -135,7 +135,7 @@ def _run(engine: Any, steps: Any) -> dict[str, float]:
 
 
 def _rows(loader: Any, plan: Path, metadata: PlanMetadata, config: Any) -> Any:
-    """Return the rows of the engine's loader without collated positions: the model computes its own."""
+    """Return the rows of the engine's loader, dropping collated position_ids, which the plan replaces."""
     from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
 
     class EngineRows(CollatedRows):
