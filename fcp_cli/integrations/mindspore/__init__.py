@@ -1,7 +1,7 @@
-"""Runs MindSpore scripts under a plan: native ring attention whose group changes with every micro-batch.
+"""MindSpore under a plan: native ring attention whose group changes with every micro-batch.
 
-It needs no torch. The numbers are MindSpore's own operations, so it runs on every device that MindSpore has; the
-point-to-point hops were run on CPU ranks only.
+It needs no torch, and uses MindSpore's own operations, so it should run on all its devices; the point-to-point hops
+have been tested on CPU ranks only.
 """
 
 from fcp_cli.integrations.mindspore.ring import MindSporeRing, attention

@@ -1,6 +1,6 @@
-"""Metrics of a MindSpore job (`fcp-metrics/1`): rank 0 gathers the measurements of all ranks after each step.
+"""Metrics of a MindSpore job (`fcp-metrics/1`), gathered from all ranks after each step and written by rank 0.
 
-PyNative runs operations asynchronously, so a micro-batch's end waits for the device; without metrics it does not.
+PyNative mode is asynchronous, so each micro-batch ends with a device synchronization if metrics are enabled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fcp_cli.runtime.metrics.run_record import METRICS_VARIABLE, begin_metrics, 
 
 
 class MeasuredSteps:
-    """Measures the steps of one rank, if FCP_METRICS is set on all ranks. Collective."""
+    """Recorder of one rank's steps, enabled if FCP_METRICS is set on all ranks. Creation is collective."""
 
     def __init__(self, plan: Path, metadata: PlanMetadata, ranks: MindSporeRanks, first_step: int) -> None:
         path = os.environ.get(METRICS_VARIABLE)
@@ -101,7 +101,7 @@ class MeasuredSteps:
         assert self._writer is not None
         try:
             self._writer.write(record)
-        except (OSError, FcpError) as error:  # no reason to end a training
+        except (OSError, FcpError) as error:  # does not abort training
             print(f"fcp: the metrics {self._writer.path} end here: {error}", file=sys.stderr, flush=True)
             self.close()
 
@@ -111,13 +111,13 @@ def _is_on_host() -> bool:
 
 
 def _wait_for_device() -> None:
-    """Wait for pending operations, except on a CPU, where MindSpore does not support it and logs an error."""
+    """Synchronize with the device, except on CPUs, where MindSpore lacks it and logs an error."""
     if not _is_on_host():
         mindspore.runtime.synchronize()
 
 
 def _peak_memory_bytes() -> int:
-    """Return the peak memory allocated by this rank on its device, or on a host its peak resident memory."""
+    """Return this rank's peak allocated device memory; on CPUs, its peak resident memory."""
     if _is_on_host():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     most: int = mindspore.runtime.max_memory_allocated()

@@ -14,12 +14,12 @@ from mindspore.communication import GlobalComm
 from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
 
-# One group of all ranks that carries hops and nothing else; any ranks talk within it, so no ring needs its own.
+# One group of all ranks for hops only; any two ranks may exchange in it, so rings need no groups.
 _RING_GROUP = "fcp-rings"
 
 
 class PendingExchange:
-    """A pending exchange. Keeps sent tensors alive until they have been sent."""
+    """A pending hop; keeps its tensors alive until it completes."""
 
     __slots__ = ("_handles", "_received", "_sent")
 
@@ -29,14 +29,14 @@ class PendingExchange:
         self._received = received
 
     def wait(self) -> Tensor | None:
-        """Wait, and return the received tensors."""
+        """Wait, and return the received tensor, or None."""
         for handle in self._handles:
             handle.wait()
         return self._received
 
 
 class MindSporeRanks:
-    """All ranks of a MindSpore job, created by `join`. Collectives run in the same order on all ranks."""
+    """All ranks of a MindSpore job, created by `join`. Call collectives in the same order on all ranks."""
 
     __slots__ = ("rank", "size")
 
@@ -47,12 +47,12 @@ class MindSporeRanks:
     def exchange(
         self, sent: Tensor | None, to: int, received: Tensor | None, source: int, *, sends_first: bool
     ) -> PendingExchange:
-        """Start one hop: a tensor to global rank `to`, and one from global rank `source`.
+        """Start one hop: send a tensor to global rank `to`, and receive one from global rank `source`.
 
         Args:
             sent, received: contiguous tensors, or None for no message in that direction.
-            sends_first: neighbours must differ here (members of odd number receive first), so that no ring blocks on
-                a back end that sends only when the receiver is there.
+            sends_first: order of the two; neighbours must differ (odd members receive first), or a ring deadlocks if
+                the back end's sends block until they are received.
         """
         group = _RING_GROUP
         posts = [
@@ -76,7 +76,7 @@ class MindSporeRanks:
 
 
 def join() -> MindSporeRanks:
-    """Join the job that msrun started. In msrun's scheduler process this does not return before the job is over."""
+    """Join the job that msrun started; in msrun's scheduler process, this returns only after the job."""
     if "MS_ROLE" not in os.environ:
         raise RunError("this process is not a rank of a MindSpore job; start it with 'fcp launch --launcher msrun'")
     if not GlobalComm.INITED:
@@ -85,16 +85,16 @@ def join() -> MindSporeRanks:
     ranks = MindSporeRanks(communication.get_rank(), communication.get_group_size())
     if ranks.size > 1:
         communication.create_group(_RING_GROUP, list(range(ranks.size)))
-        # The first operation of a communicator is one of all ranks; afterwards any of them may talk.
+        # Initialize the communicator with a collective; point-to-point calls may follow.
         ops.AllReduce(ops.ReduceOp.SUM, _RING_GROUP)(Tensor([0], mindspore.float32))
     return ranks
 
 
 def _bind_default_group() -> None:
-    """Make `isend` find this process's rank on a CPU.
+    """Work around a bug of MindSpore 2.10, in which `isend` fails on CPUs.
 
-    MindSpore 2.10 binds the world group's name as a default argument while it is imported, before the back end (and
-    with it the name) is known: without this, `isend` looks for HCCL's group on a CPU and fails.
+    At import, before the back end is known, it binds the name of HCCL's world group as a default argument, which does
+    not exist on CPUs.
     """
     lookup = getattr(mint.distributed.distributed, "get_cache_group_rank", None)
     if lookup is not None and lookup.__defaults__:

@@ -1,11 +1,11 @@
-"""Ring attention in MindSpore: algorithm and layout of `ring_attention/ring.py`, in MindSpore operations.
+"""Ring attention in MindSpore, with the algorithm and layout of `ring_attention/ring.py`.
 
-MindSpore has no attention on the CPU that returns its log-sum-exp, so scores are computed by matrix products, one
-sequence after the other: memory grows with the square of a chunk, not of the sequence.
+MindSpore's attention on CPUs does not return log-sum-exp, so scores are computed by matrix products, one sequence at a
+time. Memory is quadratic in the chunk, not in the sequence.
 
-Within this module queries and tensors of their shape are [kv_heads, repeats, tokens, n], where `repeats` query heads
-use the same key head, and keys and values are pairs [2, kv_heads, tokens, head_dim]. MindSpore's operations do not all
-take empty tensors, so the tensors of a member without tokens are None.
+Shapes in this module: queries and outputs are [kv_heads, repeats, tokens, n], in which `repeats` query heads share a
+key head; keys and values are stacked in a pair [2, kv_heads, tokens, head_dim]. Since not all MindSpore operations
+accept empty tensors, the tensors of a member without tokens are None.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fcp_cli.runtime.layouts.ring_member import RingMember
 Held: TypeAlias = Any
 """A tensor, or None if a member holds no token. (MindSpore has no types.)"""
 
-_PRECISE = mindspore.float32  # of sums over keys, and of gradients that travel
+_PRECISE = mindspore.float32  # dtype of sums over keys, and of gradients sent around the ring
 _PRODUCT = ops.BatchMatMul()
 _PRODUCT_TRANSPOSED = ops.BatchMatMul(transpose_b=True)
 _TRANSPOSED_PRODUCT = ops.BatchMatMul(transpose_a=True)
 
 
 class MindSporeRing(RingMember):
-    """The ring of one micro-batch, from the view of one member.
+    """Ring of one micro-batch, from the view of one member.
 
     Attributes:
-        world: all ranks of the job, which carry the hops.
+        world: all ranks of the job, for hops.
     """
 
     __slots__ = ("world",)
@@ -48,7 +48,7 @@ class MindSporeRing(RingMember):
 def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: MindSporeRing, scale: float | None = None) -> Tensor:
     """Compute causal attention over the micro-batch's pack, sharded over the ring's members.
 
-    Collective over the ring's members, and so is its backward. Every sequence attends to itself only. PyNative mode.
+    Forward and backward are collective over the ring. Sequences do not attend to each other. PyNative mode only.
 
     Args:
         q: [1, heads, tokens, head_dim], the local shard. Rows beyond `ring.tokens` are padding: they give zeros and get
@@ -74,7 +74,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, ring: MindSporeRing, scale: fl
 
 
 class _RingAttention(_Function):  # type: ignore[misc]  # mindspore has no types
-    """`attention` as a node of MindSpore's graph, which keeps its ring: backward may run in another micro-batch."""
+    """Autograd function of `attention`; saves its ring, since backward may run in another micro-batch."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: MindSporeRing, scale: float) -> Tensor:
@@ -95,7 +95,7 @@ class _RingAttention(_Function):  # type: ignore[misc]  # mindspore has no types
 
 
 def _forward(ring: MindSporeRing, queries: Held, pair: Held, like: Tensor) -> tuple[Held, Held]:
-    """Return the final out [.., tokens, head_dim] and lse [.., tokens, 1] of this member's scaled queries."""
+    """Run all hops; return out [.., tokens, head_dim] and lse [.., tokens, 1] of this member's scaled queries."""
     out = lse = None
     pairs = _Travel(ring, like, like.dtype)
     for hop in range(ring.degree):
@@ -117,9 +117,9 @@ def _forward(ring: MindSporeRing, queries: Held, pair: Held, like: Tensor) -> tu
 def _backward(
     ring: MindSporeRing, grad_out: Held, queries: Held, pair: Held, out: Held, lse: Held, like: Tensor
 ) -> tuple[Held, Held]:
-    """Return the gradients of the scaled queries and of this member's own pair.
+    """Return the gradients of the scaled queries and of this member's own key-value pair.
 
-    The gradient of a pair travels one hop behind the pair, until it arrives at home.
+    The gradient of a pair follows it around the ring, one hop behind, back to its owner.
     """
     dq = d_pair = None
     delta = (grad_out * out).sum(axis=-1, keepdims=True) if ring.tokens else None
@@ -144,7 +144,7 @@ def _backward(
 
 
 class _Travel:
-    """Sends key-value pairs around the ring, from each member to the next; members without tokens send none."""
+    """Circulates key-value pairs around the ring, to the next member per hop; members without tokens send nothing."""
 
     __slots__ = ("_arrival", "_dtype", "_ring", "_shape")
 
@@ -189,7 +189,7 @@ def _attend(queries: Tensor, pair: Tensor, work: Hop) -> tuple[Tensor, Tensor]:
 def _attend_back(
     queries: Tensor, pair: Tensor, grad_out: Tensor, delta: Tensor, lse: Tensor, work: Hop
 ) -> tuple[Tensor, Tensor]:
-    """Return shares of the gradients of the queries and of the pair, given the final lse of the queries."""
+    """Return one hop's contributions to the gradients of queries and pair, given the queries' final lse."""
     rows = _take(queries, work.q_rows)
     flat = _flat(rows)
     grads, deltas, lses = (_flat(_take(tensor, work.q_rows)) for tensor in (grad_out, delta, lse))
@@ -210,8 +210,8 @@ def _scores(queries: Tensor, keys: Tensor, work: Hop, *, repeats: int) -> Tensor
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold attention to further keys into `out` and `lse`; minus infinity in `part_lse`: a query saw none."""
-    # `lse` itself is finite, so no difference is undefined: the first hop is the own keys, and each query sees one.
+    """Merge attention over further keys into `out` and `lse`; `part_lse` is -inf for queries that see none."""
+    # No difference is inf - inf, since `lse` is finite: in the first hop, each query sees at least its own key.
     largest = ops.maximum(lse, part_lse)
     weight, part_weight = ops.exp(lse - largest), ops.exp(part_lse - largest)
     total = weight + part_weight
@@ -225,7 +225,7 @@ def _take(tensor: Tensor, rows: Rows) -> Tensor:
 
 
 def _spread(parts: Sequence[Tensor], rows: Sequence[Rows], shape: tuple[int, ...], fill: float) -> Tensor:
-    """Make a tensor of `shape` that holds the parts at their rows, which ascend, and `fill` between them."""
+    """Return a tensor of `shape` with the parts at their (ascending) rows, and `fill` elsewhere."""
     pieces: list[Tensor] = []
     at = 0
     for part, (start, stop) in zip(parts, map(_span, rows), strict=True):
@@ -246,13 +246,13 @@ def _span(rows: Rows) -> tuple[int, int]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Turn [kv_heads, .., tokens, n] into precise [kv_heads, .. * tokens, n], as matrix products take it."""
+    """Reshape [kv_heads, .., tokens, n] to [kv_heads, .. * tokens, n] in float32, for matrix products."""
     precise = tensor.astype(_PRECISE)
     return precise if precise.ndim == 3 else precise.reshape((precise.shape[0], -1, precise.shape[-1]))
 
 
 def _grouped(tensor: Tensor, k: Tensor, tokens: int, *, factor: float = 1.0) -> Held:
-    """Turn [1, heads, padded, n] into precise [kv_heads, repeats, tokens, n], times a factor."""
+    """Reshape [1, heads, padded, n] to [kv_heads, repeats, tokens, n] in float32, times a factor."""
     if not tokens:
         return None
     kv_heads, (_, heads, padded, width) = k.shape[1], tensor.shape
@@ -269,7 +269,7 @@ def _pair(k: Tensor, v: Tensor, tokens: int) -> Held:
 
 
 def _like(grouped: Held, batched: Tensor) -> Tensor:
-    """Shape and type [.., tokens, n] of any grouping as `batched` [1, heads, padded, n], zeros in the padding."""
+    """Reshape [.., tokens, n] to the shape and dtype of `batched` [1, heads, padded, n], with zeros as padding."""
     if grouped is None:
         return ops.zeros(batched.shape, batched.dtype)
     tokens, padded = grouped.shape[-2], batched.shape[2]

@@ -1,4 +1,4 @@
-"""Drives a MindSpore training loop by a plan: this rank's micro-batches on their rings, and sums over all ranks.
+"""Session of a MindSpore training loop: this rank's planned micro-batches on their rings, and sums over all ranks.
 
 session = fcp_cli.integrations.mindspore.start("plan.parquet", fetch)
 for step in session.steps():
@@ -8,7 +8,7 @@ for step in session.steps():
     loss, grads = step.summed()
     optimizer(grads)
 
-where forward returns `microbatch.loss(logits)`.
+`forward` returns `microbatch.loss(logits)`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _NO_ATTENTION = (
 
 
 def start(plan: str | Path | None = None, fetch: Fetch | None = None) -> MindSporeSession:
-    """Join the job and verify that all ranks follow the same plan. Called once on every rank.
+    """Join the job, and validate that all ranks follow the same plan. Collective; called once on every rank.
 
     Args:
-        plan: plan file; by default FCP_PLAN, which `fcp launch` sets.
-        fetch: the function from a manifest row to its tokens.
+        plan: plan file; defaults to FCP_PLAN, which `fcp launch` sets.
+        fetch: function from a manifest row to its tokens; required.
 
     Raises:
         PlanError: the plan is missing, damaged or was edited.
@@ -79,7 +79,7 @@ class MindSporeSession:
     """One rank of a job that follows a plan. Created by `start`.
 
     Attributes:
-        plan, metadata: the plan file and its metadata.
+        plan, metadata: plan file and its metadata.
         ranks: all ranks of the job.
     """
 
@@ -94,9 +94,9 @@ class MindSporeSession:
         return self.ranks.rank
 
     def steps(self, *, first_step: int = 0) -> Generator[MindSporeStep, None, None]:
-        """Yield the plan's steps from `first_step` on, each to be iterated to its end before the next.
+        """Yield the plan's steps from `first_step` on; iterate over each completely before the next.
 
-        A step is measured when the next one is asked for, if FCP_METRICS names a file (`fcp launch` does).
+        If FCP_METRICS names a file, as under `fcp launch`, a step is recorded when the next one is requested.
         """
         measured = MeasuredSteps(self.plan, self.metadata, self.ranks, first_step)
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step)
@@ -112,11 +112,11 @@ class MindSporeSession:
 
 
 class MindSporeMicroBatch:
-    """One rank's part of one micro-batch.
+    """One rank's shard of one micro-batch.
 
     Attributes:
-        row: the micro-batch in the plan.
-        ring: the ring of `attention`.
+        row: row of the plan.
+        ring: ring to pass to `attention`.
         input_ids, position_ids, labels: [1, tokens] int32; at least one token. Labels are the next tokens, -100 at the
             end of a sequence.
     """
@@ -133,7 +133,7 @@ class MindSporeMicroBatch:
         )
 
     def loss(self, logits: Tensor) -> Tensor:
-        """Return this rank's share of the step's loss: its summed token losses / predicted tokens of the global batch.
+        """Return this rank's part of the step's loss: its summed token losses / loss tokens of the global batch.
 
         Args:
             logits: [1, tokens, vocabulary] for `input_ids`.
@@ -146,10 +146,10 @@ class MindSporeMicroBatch:
 
 
 class MindSporeStep(FollowedStep):
-    """One optimizer step of one rank. Iterate over it completely for the micro-batches.
+    """One optimizer step of one rank; iterate over it completely to get the micro-batches.
 
     Attributes:
-        tokens: the tokens of the global batch that carry a loss: all but the last of each sequence.
+        tokens: tokens of the global batch with a loss: all but the last of each sequence.
     """
 
     def __init__(self, planned: RankStep, fetch: Fetch, ranks: MindSporeRanks, measured: MeasuredSteps) -> None:
@@ -176,7 +176,7 @@ class MindSporeStep(FollowedStep):
         self._is_finished = True
 
     def add(self, loss: Tensor, grads: Sequence[Tensor]) -> None:
-        """Add one micro-batch's loss and gradients to the step's."""
+        """Accumulate one micro-batch's loss and gradients."""
         if self._loss is None:
             self._loss, self._grads = loss, list(grads)
             return
