@@ -1,4 +1,4 @@
-"""Runs transformers models on the rings of a plan."""
+"""Ring attention for Hugging Face transformers models under a plan."""
 
 from fcp_cli.integrations.transformers.preparation import prepare, recompute_layers
 from fcp_cli.integrations.transformers.probe import weights_to_come

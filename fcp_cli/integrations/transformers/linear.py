@@ -1,10 +1,10 @@
 """Runs linear attention and state-space layers of transformers models on the ring of the current micro-batch.
 
-Layers of linear attention (Qwen3-Next, Qwen3.5, OLMo Hybrid) call two functions of the module that they are written in:
-the short convolution and the gated delta rule. Those of Mamba-2 (Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba2) call
-the convolution and a scan, or, with `mamba_ssm`, one kernel for the whole layer, which the hooks replace by the two.
-All are hooked there, once per module. They get the arguments of the model's call, and so its
-ring, as attention does: recomputation uses the right one. Without a ring they run unchanged.
+Linear attention layers (Qwen3-Next, Qwen3.5, OLMo Hybrid) call two functions of their Python module: the short
+convolution and the gated delta rule. Mamba-2 layers (Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba2) call the
+convolution and a scan, or, with `mamba_ssm`, one fused kernel, which the hooks disable in favour of the two. These
+functions are hooked once per Python module. Like attention, they get the ring among the arguments of the model's call,
+so recomputation uses the right one. Without a ring, they run unchanged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _tokens_apart: ContextVar[bool] = ContextVar("tokens_apart", default=False)
 
 @contextmanager
 def tokens_apart() -> Iterator[None]:
-    """Make recurrent layers without a ring treat each token as a separate sequence."""
+    """Make recurrent layers treat each token as a separate sequence if they have no ring; used by the probe."""
     token = _tokens_apart.set(True)
     try:
         yield
@@ -129,7 +129,7 @@ def _steps(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """Return the time steps as the kernels compute them from their arguments, in the same precision."""
+    """Return the scan's time steps as its kernels compute them, in the same precision."""
     wide = dt.to(torch.promote_types(dt.dtype, torch.float32))
     wide = wide if dt_bias is None else wide + dt_bias.to(wide.dtype)
     return (functional.softplus(wide) if dt_softplus else wide).clamp(*dt_limit)

@@ -1,10 +1,10 @@
-"""Makes a transformers model compute its loss inside its forward pass, from hidden states instead of logits.
+"""Computes the loss of a transformers model inside its forward pass, from hidden states instead of logits.
 
     loss = microbatch.normalised(model(..., labels=microbatch.labels).loss)
 
-Inside, because there the head's weight is whole under any sharding of the model, and the head's hooks of DDP and FSDP2
-run as usual. Before each call the head gets its labels and returns the sum of their losses instead of logits; without
-labels it is an ordinary linear layer.
+Inside the forward, the head's weight is unsharded under any wrapper, and the head's hooks of DDP and FSDP2 run as
+usual. With labels, set before each call, the head returns the sum of token losses instead of logits; without labels it
+is an ordinary linear layer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LossHead(nn.Linear):
         return cast(LossHead, found)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the output after hooks: DeepSpeed ZeRO 3's hooks return another tensor in the same memory."""
+        """Run the head; update `loss_sum` if hooks (DeepSpeed ZeRO-3) return another tensor in the same memory."""
         found: Tensor = super().__call__(hidden)
         # Fake tensors have no data pointer, and no engine whose hooks would need it.
         if self.loss_sum is not None and found is not self.loss_sum and found.data_ptr() == self.loss_sum.data_ptr():
@@ -66,11 +66,11 @@ def prepare_loss(model: PreTrainedModel) -> None:
         return
     put_loss_head(model)
     model.register_forward_pre_hook(_tell_head, with_kwargs=True)
-    model.register_forward_hook(_take_loss, prepend=True)  # before those of others, which may give other tensors
+    model.register_forward_hook(_take_loss, prepend=True)  # before hooks of others, which may return other tensors
 
 
 def takes_labels(model: PreTrainedModel, labels: Any, ring: Ring) -> bool:
-    """Return whether a model computes its loss from these labels: only a micro-batch's own are next-token labels."""
+    """Return whether a model may compute its loss from these labels: only from the micro-batch's own."""
     is_own = ring.context.labels is not None and labels is ring.context.labels.values
     return is_own and isinstance(_head(model), LossHead)
 
@@ -87,7 +87,7 @@ def _tell_head(
 
 
 def _take_loss(module: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
-    """Move the loss from the logits of a model's result to its loss."""
+    """Move the loss sum from `logits` to `loss` in a model's output."""
     head = _head(module)
     if not isinstance(head, LossHead) or head.labels is None:
         return None

@@ -6,17 +6,17 @@
     out = model(input_ids=microbatch.input_ids, position_ids=microbatch.position_ids, labels=microbatch.labels)
     microbatch.normalised(out.loss).backward()
 
-Without `labels` it gives `logits`, for `microbatch.loss(logits)`.
+Without `labels`, the output has `logits`, for `microbatch.loss(logits)`.
 
-The ring is bound to each call of the model: a hook adds it to the keyword arguments, which transformers hands down to
-every layer and keeps for recomputation. So gradient checkpointing, in both its modes, uses the right ring.
+A hook adds the ring to the keyword arguments of each model call, which transformers passes to every layer and saves
+for recomputation. So both modes of gradient checkpointing use the right ring.
 
-A vision-language model keeps its encoder's own attention. Before its forward, a hook runs the encoder on the parts that
-this rank was given, takes the embeddings to the ranks that hold their tokens, and hands them on as
-`mm_encoder_outputs`, which is transformers' own way of bringing embeddings.
+The encoder of a vision-language model keeps its own attention. Before the model's forward, a hook runs the encoder on
+the images assigned to this rank, sends the embeddings to the ranks that hold their tokens, and passes them on as
+`mm_encoder_outputs`, transformers' own argument for precomputed embeddings.
 
-No mask function is registered with the attention: transformers then builds no mask at all, which also spares a wait
-for the device in every forward.
+No mask function is registered with the attention, so transformers builds no mask, which also avoids a device
+synchronization in every forward.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ NAME = "fcp"
 
 
 def prepare(model: transformers.PreTrainedModel) -> None:
-    """Make a decoder's attention run on the ring of the current micro-batch. Call it before DDP or `fully_shard`.
+    """Prepare a decoder to run attention on the ring of the current micro-batch. Call it before DDP or `fully_shard`.
 
-    Its linear head is replaced by one of the same weight that computes the loss if `labels` are given.
+    Its linear head, with the same weight, computes the loss if `labels` are given.
 
-    Of a vision-language model, freeze the encoder before or after; it then runs without a graph.
+    A vision encoder may be frozen before or after this call; it then runs without an autograd graph.
 
-    Inside `fcp_cli.runtime.outside()`, to evaluate or generate, it runs with the attention that it had before.
+    Inside `fcp_cli.runtime.outside()`, to evaluate or generate, the model uses its original attention.
 
     Raises:
-        RunError: rings cannot run the model's attention exactly, or it mixes tokens elsewhere, too.
+        RunError: rings cannot compute the model's attention exactly, or other modules mix tokens.
     """
     own = model.config.get_text_config()._attn_implementation
     text = _run_on_rings(model)
@@ -73,9 +73,9 @@ def prepare(model: transformers.PreTrainedModel) -> None:
 
 
 class SwitchedAttention:
-    """A decoder whose attention runs on rings only within `on_rings`, and elsewhere as the script chose.
+    """A decoder whose attention runs on rings inside `on_rings`, and otherwise as chosen by the script.
 
-    Its loss and its head are left as they are. Make it before DDP or `fully_shard`.
+    Its loss and head are unchanged. Create it before DDP or `fully_shard`.
     """
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
@@ -93,7 +93,7 @@ class SwitchedAttention:
 
     @contextmanager
     def off_rings(self) -> Iterator[None]:
-        """Run the model's own attention, within `on_rings`."""
+        """Use the model's own attention temporarily, inside `on_rings`."""
         with self._attending(self._own):
             yield
 
@@ -108,7 +108,7 @@ class SwitchedAttention:
 
 @contextmanager
 def _own_attention(config: Any, implementation: str, use_cache: bool, _: nn.Module) -> Iterator[None]:
-    """Undo `prepare` on a model."""
+    """Undo `prepare` inside this context."""
     config._attn_implementation, config.use_cache = implementation, use_cache
     try:
         yield
@@ -140,27 +140,27 @@ def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
 def recompute_layers(
     model: transformers.PreTrainedModel, how: Recompute, levels: Sequence[RecomputeLevel] = ()
 ) -> None:
-    """Recompute the activations of each layer in the backward pass during training.
+    """Enable activation checkpointing of a model's layers.
 
-    Layers of a vision encoder are recomputed whole, since their attention runs on no ring; `activation` changes none.
+    Vision encoder layers are recomputed entirely, since their attention uses no ring; `activation` skips them.
 
     Args:
-        model: the model of transformers; given to `prepare` before or after.
-        how: `full` keeps only the inputs of layers, `selective` also the results of attention, `elementwise` those and
-            the outputs of matrix products; `activation` recomputes only the MLP's activation function, and `none`
-            changes nothing. `as-needed` chooses for each layer and call, by the tokens of its input.
-        levels: the levels of `as-needed`: the plan's, `session.recompute_levels`.
+        model: transformers model, before or after `prepare`.
+        how: `full` saves only the inputs of layers, `selective` also the outputs of attention, `elementwise` also those
+            of matrix products. `activation` recomputes only the MLP's activation function, `none` nothing. `as-needed`
+            chooses per layer and call, by the number of tokens.
+        levels: recompute levels for `as-needed`: `session.recompute_levels`.
 
     Raises:
-        RunError: `activation`, for a model whose layers have no MLP by a known name; `as-needed`, without levels or for
-            a model whose layers cannot be recomputed one by one.
+        RunError: `activation` without MLPs of a known name; `as-needed` without levels, or if single layers cannot be
+            recomputed.
     """
     if how == "none":
         return
     if how == "activation":
         _recompute_activations(model, always=True)
         return
-    # Its name before transformers 5 still works there, with a warning.
+    # The name before transformers 5 is deprecated there.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
     if how == "as-needed":
@@ -201,11 +201,11 @@ def _recompute_as_needed(model: transformers.PreTrainedModel, levels: Sequence[R
 
 
 def _recompute_activations(model: transformers.PreTrainedModel, *, always: bool) -> None:
-    """Make the MLP of each decoder layer keep only its input and its matrix products' outputs.
+    """Recompute the activation function in the MLP of each decoder layer.
 
     Args:
-        model: the model of transformers.
-        always: False: only in layers whose level says so.
+        model: transformers model.
+        always: whether to recompute in all layers; False: depending on a layer's level.
     """
     mlps = [part for name, part in _decoder(model).named_modules() if name.rpartition(".")[2] in _MLPS]
     if not mlps:
@@ -284,7 +284,7 @@ def _bind_ring(
             "the model was called outside a micro-batch; call it in the loop over a step, or, to evaluate or generate, "
             "in 'with fcp_cli.runtime.outside():'"
         )
-    # Names that a forward has given up, which its signature lacks, are among the keywords.
+    # Removed arguments are missing in the signature, but may be among the keyword arguments.
     given = {**kwargs, **inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments}
     for name, remedy in _REFUSED_ARGUMENTS.items():
         if _is_given(given.get(name)) and not (name in kwargs and takes_labels(module, given[name], ring)):
@@ -294,7 +294,7 @@ def _bind_ring(
     return args, {**kwargs, "ring": ring, "use_cache": False}
 
 
-_PER_TOKEN: Final = {"mlp", "moe"}  # layers of Nemotron-H that are no attention, and mix no tokens
+_PER_TOKEN: Final = {"mlp", "moe"}  # layer types of Nemotron-H without attention that do not mix tokens
 
 
 def _is_given(argument: Any) -> bool:
@@ -317,16 +317,16 @@ _REFUSED_ARGUMENTS = {
 def _bring_embeddings(
     module: transformers.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Encode this rank's images before each forward pass of a vision-language model, and fetch its tokens' embeddings.
+    """Encode this rank's images before each forward pass of a vision-language model, and exchange embeddings.
 
-    Every rank runs the encoder once for every micro-batch, with or without images, so that gradients exist everywhere
-    and the collectives of DDP and FSDP2 match.
+    Every rank runs the encoder once per micro-batch, even without images, so that all parameters get gradients and the
+    collectives of DDP and FSDP2 match.
     """
     ring: Ring | None = kwargs.get("ring")
     if ring is None:
         return None  # not under a plan
     family, visuals = FAMILIES[module.config.model_type], ring.context.visuals
-    # A frozen tower and projector need no graph, which would keep their activations until the backward.
+    # Skip the graph of a frozen tower and projector, which would hold activations until the backward.
     parts = [part for name, part in module.named_children() if name != "language_model"]
     is_trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
     has_graph = torch.is_grad_enabled() and is_trained
@@ -355,7 +355,7 @@ def _attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface; query [1, heads, tokens, head_dim], fewer key-value heads."""
+    """Implement transformers' attention interface; query [1, heads, tokens, head_dim], possibly fewer kv heads."""
     ring = kwargs.get("ring")
     if ring is None:
         raise RunError(
@@ -363,14 +363,14 @@ def _attention_forward(
             f"{__name__}, and use a model class that hands keyword arguments down to its attention"
         )
     _check_call(module, attention_mask, kwargs)
-    # Both count the token itself: transformers' own masks let through the last `sliding_window` tokens.
+    # Both windows include the token itself, as in transformers' masks.
     window, sinks, softcap = kwargs.get("sliding_window"), kwargs.get("s_aux"), kwargs.get("softcap")
     out = attention(query, key, value, ring=ring, scale=scaling, window=window, sinks=sinks, softcap=softcap)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Reject features that sharded attention lacks, instead of ignoring them."""
+    """Raise RunError for features that ring attention lacks."""
     is_causal = kwargs.get("is_causal")
     refused = {
         "an attention mask": attention_mask is not None,
@@ -389,7 +389,7 @@ def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[s
 
 
 def _window_of(module: nn.Module) -> int | None:
-    """Return a layer's attention window from its config, as in transformers' masks; None without one."""
+    """Return a layer's sliding window in tokens, by the same rule as transformers' masks; None without one."""
     config = getattr(module, "config", None)
     window: int | None = getattr(config, "sliding_window", None)
     kinds, place = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)

@@ -1,12 +1,12 @@
-"""Tests whether a transformers model can run on shards of a sequence, on a few tokens before training.
+"""Probes on a few tokens, before training, whether a transformers model can run on shards of a sequence.
 
-A rank holds some tokens of a sequence, and only attention may read the others. So while `probe` runs, attention
-answers for each token from that token's own query, key and value, and linear attention that can run on rings as if each
-token were a sequence. The rest of the model must give every token the same result with its whole sequence or
-some of it: layers that mix tokens (state spaces, convolutions, token shifts) do not, nor do models that count positions
-themselves instead of taking `position_ids`.
+A rank holds some tokens of a sequence, and only attention may read the others. So during the probe, attention computes
+each token's output from its own query, key and value only, and linear attention that can run on rings treats each token
+as a sequence. The rest of the model must then produce equal outputs for a token in the whole sequence and in a shard.
+Layers that mix tokens (state spaces, convolutions, token shifts) do not, nor do models that count positions themselves
+instead of using `position_ids`.
 
-Neither the name of a model matters nor the kinds of its layers: they are run.
+The verdict depends on outputs, not on the names of models or layers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fcp_cli.ring_exactness import growing_rotation
 
 _NAME = "fcp-probe"
 _TOKENS = 16
-# Every other token, without the last: the positions of the shard end before those of the whole sequence.
+# Every other token without the last, so that the shard's largest position is smaller than the sequence's.
 _SHARD = tuple(range(1, _TOKENS - 1, 2))
-_BY_HAND = 1 << 17  # added to positions that attention counts itself, beyond any step of a scale that grows with them
+_BY_HAND = 1 << 17  # shift of positions counted inside attention, large enough to change any position-dependent scale
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TOLERANCE_16_BIT = 0.05
 _ONLY = "; a plan can only be followed by models in which attention alone mixes tokens"
@@ -67,7 +67,7 @@ _weights_to_come: ContextVar[bool] = ContextVar("weights_to_come", default=False
 
 @contextmanager
 def weights_to_come() -> Iterator[None]:
-    """Check models without running them, since their weights are not loaded yet."""
+    """Make `probe` check models without running them, since their weights are not loaded yet."""
     token = _weights_to_come.set(True)
     try:
         yield
@@ -78,17 +78,17 @@ def weights_to_come() -> Iterator[None]:
 def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[..., None]) -> None:
     """Raise RunError if a model's outputs show that a plan cannot split its sequences.
 
-    A model whose weights are not there yet (on the meta device, `weights_to_come`) is judged by its modules and by the
-    outputs of a small one of its class and config, if one can be made; a vision-language model only by its modules.
+    A model without weights (on the meta device, `weights_to_come`) is judged by its modules, and by the outputs of a
+    small twin if one can be built; a vision-language model without weights only by its modules.
 
     Args:
-        model: the model before it is wrapped; its attention implementation is left as it was.
-        config: the configuration of its decoder.
-        check: raises RunError for a call of attention that a ring cannot answer.
+        model: unwrapped model; its attention implementation is restored.
+        config: config of its decoder.
+        check: raises RunError for an attention call that a ring cannot compute.
     """
     if "position_ids" not in _parameters(model):
         raise RunError(_NO_POSITIONS.format(name=config.model_type))
-    # By its word: models first trained on a few tokens show no difference at those that are run.
+    # By config, since the probe's few tokens may be too short for the frequencies to change.
     growing = growing_rotation(getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None))
     if growing is not None:
         remedy = f"; its config asks for rope_type {growing}: choose another, such as yarn"
@@ -122,7 +122,7 @@ class _Probe:
         others = ids.roll(1)
         others[shard] = ids[shard]
         with self._probing():
-            # The shard first: frequencies that grow with the longest position seen do not shrink again.
+            # The shard first: dynamic rotary frequencies do not shrink again after a longer input.
             of_shard = self._rows(ids[shard], positions[shard])
             of_whole = self._rows(ids, positions)[shard]
             if not self._modules:
@@ -160,21 +160,23 @@ class _Probe:
         return rows.float() if rows.dtype != torch.float64 else rows
 
     def _differ(self, found: Tensor, expected: Tensor) -> bool:
-        """Return whether most rows differ; one or two may, where an expert router's choice is ambiguous."""
+        """Return whether most rows differ; a few may, if rounding flips an expert router's choice."""
         apart = torch.linalg.vector_norm(found - expected, dim=1)
         size = torch.linalg.vector_norm(expected, dim=1)
         return bool((~(apart <= self._tolerance * size)).sum() * 2 > len(found))
 
     def _ids(self) -> Tensor:
-        """Return ids of text tokens."""
+        """Return token ids without special tokens."""
         configs = (self._config, self._model.config)
         special = {v for c in configs for name, v in vars(c).items() if "token" in name and isinstance(v, int)}
         free = [number for number in range(self._config.vocab_size) if number not in special]
         return torch.tensor([free[(7 * i + 3) % len(free)] for i in range(_TOKENS)])
 
     def _stride(self) -> int:
-        """Return a distance of positions by which the shard ends within the length that the model was first trained
-        with, and the whole sequence beyond, unless its table of positions ends there.
+        """Return the distance between probed positions.
+
+        The shard ends within the original training length and the whole sequence beyond it, unless a position table
+        is too short.
         """
         config = self._config
         most = getattr(config, "max_position_embeddings", None) or 2048
@@ -190,7 +192,7 @@ class _Probe:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Compute each token's output from its own query, key and value, such that it depends on their rotation."""
+        """Return outputs [1, tokens, heads, n] that depend on each token's own value and rotated query and key only."""
         self._counting.is_on = False
         if "ring" not in kwargs:
             self._refuse(_NO_ARGUMENTS)
@@ -233,12 +235,12 @@ _current: ContextVar[_Probe] = ContextVar("probe")
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention of the probe that runs in this thread."""
+    """Implement transformers' attention interface for the current probe."""
     return _current.get().attend(module, query, key, value, attention_mask, kwargs), None
 
 
 class _ShiftedCounts(TorchFunctionMode):
-    """Shifts every position range from 0 that is created inside attention, before attention is computed."""
+    """Shifts every `torch.arange` of the input's length that an attention layer creates before attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,12 +272,12 @@ def _require_no_mixing_modules(model: nn.Module, config: Any) -> None:
 
 
 def set_attention(model: transformers.PreTrainedModel, config: Any, name: str) -> None:
-    """Set the attention implementation of a model's decoder, whose configuration is `config`."""
+    """Set the attention implementation of a model's decoder, whose config is `config`."""
     model.set_attn_implementation(name if config is model.config else {"text_config": name})
 
 
 def _seen(heads: Tensor) -> Tensor:
-    """Return [1, heads, tokens, 1] one number per head and token that depends on the rotation."""
+    """Return a number per head and token, [1, heads, tokens, 1], that depends on the rotation."""
     weights = torch.linspace(-1.0, 1.0, heads.shape[-1], dtype=heads.dtype, device=heads.device).cos()
     weights = weights * torch.arange(1, heads.shape[-1] + 1, dtype=heads.dtype, device=heads.device).sin()
     return (heads * weights).sum(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Builds a small model of the same class, to be run in place of one whose weights are not loaded yet."""
+"""Builds a small twin of a model whose weights are not loaded yet, for the probe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensor
 
-_LAYERS = 6  # that a twin has at most; kinds of layers take turns in fewer
+_LAYERS = 6  # maximum of a twin; layer types alternate within fewer layers
 _HEADS = 4
 _GROUPS = 2
 _SIZES = {
@@ -32,18 +32,19 @@ _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def twin_of(model: transformers.PreTrainedModel) -> Any:
-    """Return a model of a few thousand weights that computes as a given one does: with its kinds of layers and experts,
-    its rotations and scales, in another width; None if its class or its config does not allow to make one.
+    """Return a small model of the same class on the CPU, or None if its class or config prevents it.
+
+    It has the same layer types, experts, rotary embeddings and scales, but another width.
     """
     if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
-        return None  # under FakeTensorMode the twin would be fake, too
+        return None  # under FakeTensorMode the twin would also be fake
     try:
         config = _small(model.config)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
             twin: Any = type(model)(config)
         is_whole = all(bool(torch.isfinite(parameter).all()) for parameter in twin.parameters())
-        return twin.float() if is_whole else None  # a script may build in 16 bits
+        return twin.float() if is_whole else None  # in fp32 even if the script's default dtype has 16 bits
     except Exception:  # any error of a model's own code at untested sizes
         return None
 
