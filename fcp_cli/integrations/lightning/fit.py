@@ -1,4 +1,4 @@
-"""Runs one `Trainer.fit` of Lightning by the plan.
+"""Follows a plan in one `Trainer.fit` of Lightning.
 
 Each optimizer step runs the plan's micro-batches through the module's own `training_step`.
 """
@@ -36,12 +36,12 @@ _STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")
 class LightningFit:
     """Follows the plan in FCP_PLAN in one call of `Trainer.fit`. Created on every rank, with its training loader.
 
-    The trainer's count of optimizer steps is the step of the plan, so that resuming (`ckpt_path=`), schedules,
-    callbacks and logs are the trainer's own.
+    The trainer's count of optimizer steps is the plan's step, so resuming (`ckpt_path=`), schedules, callbacks and logs
+    work unchanged.
 
     Args:
         trainer: Lightning trainer whose module uses automatic optimization.
-        loader: the loader of the training data, of which the data set, the collator and the workers are used.
+        loader: the script's training loader, whose data set, collator and number of workers are used.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
@@ -101,7 +101,7 @@ class LightningFit:
             self._steps = self.session.steps(self._trainer.strategy.model, first_step=first)
 
     def nothing(self) -> Tensor:
-        """Return a zero loss (0-d) for an accumulated batch: only the last one runs the plan's step."""
+        """Return a zero loss (0-d) for accumulated batches before the last one, which runs the plan's step."""
         return torch.zeros((), device=self.session.device)
 
     def run(
@@ -163,11 +163,11 @@ class CountedBatches:
         return self._batches
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for _ in range(self._batches):  # modules weigh their logs by the first dimension
+        for _ in range(self._batches):  # Lightning weighs logs by the first dimension
             yield {"input_ids": torch.zeros((self._batch_size, 0), dtype=torch.int64)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the session's state; without it, Lightning warns about resuming within an epoch."""
+        """Return the session's state; without a state, Lightning warns about resuming within an epoch."""
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ class CountedBatches:
 
 @contextmanager
 def _logged_once(module: Any, position: int, microbatches: int) -> Iterator[None]:
-    """Collect a module's logs over micro-batches, and log their mean with the last: Lightning counts batches."""
+    """Collect a module's logs over micro-batches and log their mean at the last, as one batch for Lightning."""
     kept: dict[str, list[Any]] = vars(module).setdefault("_fcp_logged", {})
     own = module.log
 
@@ -200,7 +200,7 @@ def _logged_once(module: Any, position: int, microbatches: int) -> Iterator[None
 
 
 def _trained_model(module: nn.Module) -> nn.Module:
-    """Return the one transformers model of a module, with its adapters, which must hold all trainable weights."""
+    """Return a module's transformers model with its adapters; raise RunError if other weights are trainable."""
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     found = [part for part in module.modules() if isinstance(part, PreTrainedModel) and _trains(part)]
     if not found:

@@ -1,7 +1,7 @@
-"""Makes Lightning's Trainer follow the plan with automatic optimization.
+"""Hooks Lightning's Trainer to follow the plan, for modules with automatic optimization.
 
-Three functions are hooked: the one that prepares the loader of the training data, the one that makes the closure of an
-optimizer step, and the one that ends a fit. Modules with manual optimization use `PlannedSteps`.
+Three functions are hooked: the preparation of the training loader, the closure of an optimizer step, and the teardown
+of a fit. Modules with manual optimization use `PlannedSteps`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def hook_fit_loop(fit_loop: ModuleType) -> None:
 def _hook_loader(fit_loop: Any) -> None:
     process, end = fit_loop._process_dataloader, fit_loop._FitLoop.teardown
 
-    # The runtime is imported when a trainer is used: Lightning is still being imported now.
+    # fcp's runtime is imported on use, since Lightning's own import is not finished here.
     @wraps(process)
     def _process_dataloader(trainer: Any, trainer_fn: Any, stage: Any, dataloader: Any) -> Any:
         own = process(trainer, trainer_fn, stage, dataloader)

@@ -27,9 +27,9 @@ from fcp_cli.runtime.session.step import Step
 
 
 class PlannedSteps:
-    """The steps of a session. Has a length, without which Lightning prefetches the next step before running the first.
+    """The steps of a session as a loader. It has a length, without which Lightning would prefetch one step ahead.
 
-    Lightning's checkpoints hold its state, so that `Trainer.fit(..., ckpt_path=...)` resumes with the next step.
+    Its state is saved in Lightning's checkpoints, so `Trainer.fit(..., ckpt_path=...)` resumes with the next step.
 
     Args:
         session: session from `fcp_cli.runtime.start`.
@@ -50,7 +50,7 @@ class PlannedSteps:
         return self._session.steps(self._model, first_step=self._first_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the session."""
+        """Return the session's state for a checkpoint."""
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
