@@ -1,1 +1,1 @@
-"""Scripts whose own loop trains an engine of DeepSpeed."""
+"""Training loops around a DeepSpeed engine under a plan."""

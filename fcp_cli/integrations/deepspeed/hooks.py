@@ -1,4 +1,4 @@
-"""Makes a training loop around a DeepSpeed engine follow the plan: hooks `deepspeed.initialize` and torch's DataLoader.
+"""Hooks `deepspeed.initialize` and torch's DataLoader, so that a loop around a DeepSpeed engine follows the plan.
 
 An engine passed to `session.steps` is not hooked.
 """
@@ -70,7 +70,7 @@ class _Loops:
         DataLoader.__iter__ = __iter__  # type: ignore[method-assign]
 
     def _is_training(self, loader: Any) -> bool:
-        """Return whether a loader is about to feed a training loop of the script's own, not one of fcp."""
+        """Return whether a loader feeds the script's own training loop, not an evaluation or a loop of fcp."""
         import torch
 
         from fcp_cli.runtime.session.session import Session

@@ -16,7 +16,7 @@ from fcp_cli.integrations.hugging_face.written_loop import WrittenLoop
 
 
 class EngineLoop(WrittenLoop):
-    """Follows the plan with one engine. Created on every rank when the first batch is requested."""
+    """Training loop around one engine that follows the plan. Created on every rank at the first batch."""
 
     NAME = "a loop around DeepSpeed's engine"
     BACKWARD = "engine.backward"
