@@ -1,1 +1,1 @@
-"""Make scripts on top of transformers' Trainer, TRL and accelerate follow a plan, unmodified."""
+"""Hooks for unmodified scripts on transformers' Trainer, TRL and accelerate, so that they follow a plan."""

@@ -1,4 +1,4 @@
-"""Rejects, in one line and before the first step, trainer settings that a plan would silently ignore."""
+"""Rejects trainer settings that a plan would silently ignore, before the first step, with a one-line RunError."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_trl(utils: ModuleType, trainer: Any) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Check the script's trainer settings."""
+    """Raise RunError for trainer settings, overrides and models that cannot follow a plan."""
     for refusals in (_refused_overrides, _refused_settings, _refused_models, _refused_of_trl):
         for is_refused, reason in refusals(trainer):
             if is_refused:
@@ -154,7 +154,7 @@ def check_steps(metadata: PlanMetadata, plan: Any, wanted: int, asked: str) -> N
 
 
 def _refused_overrides(trainer: Any) -> Iterable[tuple[bool, str]]:
-    """Yield overridden methods that no plan can run."""
+    """Yield (is refused, message) for overridden methods that cannot follow a plan."""
     owner = owner_of(trainer, "compute_loss")
     yield (
         find_override(trainer, "compute_loss") is None and owner is not loss_class(trainer),

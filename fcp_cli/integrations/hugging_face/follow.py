@@ -1,4 +1,4 @@
-"""Follows a plan with a Trainer: its loader counts the plan's steps, and each of its steps runs one plan step."""
+"""Follows a plan in a Trainer: its loader counts the plan's steps, and each optimizer step runs one of them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TrainerFollower:
         return self._answer(step.local_loss() * self.session.world.size)
 
     def leave(self) -> None:
-        """Finish writing metrics and the plan."""
+        """Close the iterator over steps, which finishes writing metrics and the plan."""
         if self._steps is not None:
             self._steps.close()
 
@@ -189,7 +189,7 @@ def _own_loss(
     rows: CollatedRows,
     planned: PlannedLoss,
 ) -> PlannedLoss:
-    """Return a loss that runs the script's own loss method or function around the planned one, if it has any."""
+    """Wrap the planned loss with the script's own loss method or function, if it has any."""
     judged = find_override(trainer, "compute_loss") or loss_function_of(trainer)
     if judged is None or isinstance(planned, LogitPreferenceLoss):
         return planned
@@ -197,7 +197,7 @@ def _own_loss(
 
 
 def base_model(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside PEFT adapters."""
+    """Return the transformers model inside PEFT adapters; raise RunError if there is none."""
     for adapter in (getattr(model, "peft_config", None) or {}).values():
         if getattr(adapter, "is_prompt_learning", False):
             raise RunError(

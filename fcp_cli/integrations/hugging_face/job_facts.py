@@ -1,4 +1,4 @@
-"""Reads a plan's inputs from a training loop: batch sizes, epochs, recipe, model, row lengths."""
+"""Collects the inputs of a plan from a training loop: batch sizes, epochs, recipe, model, row lengths."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def is_sequential(loader: Any) -> bool:
 
 
 def _own_batches(loader: Any) -> Any:
-    """Return the script's own batch sampler, inside those that distribute batches over ranks."""
+    """Unwrap the batch samplers that distribute batches over ranks: return the script's own."""
     batches = loader.batch_sampler
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
@@ -143,7 +143,7 @@ def _own_batches(loader: Any) -> Any:
 
 
 def is_shuffled(loader: Any) -> bool:
-    """Return whether a loop's own loader visits rows at random rather than in the order of the data."""
+    """Return whether a loop's loader visits rows at random instead of in order; raise RunError if neither."""
     if not hasattr(loader.dataset, "__len__"):
         return True  # a stream, rejected elsewhere with its own message
     batches = _own_batches(loader)
@@ -283,7 +283,7 @@ class LoadedLengths:
         return len(self._loader.dataset)
 
     def known(self) -> pa.Table | None:
-        """Return the sizes of all rows if cached, or if the longest row shows that collating keeps lengths."""
+        """Return the sizes of all rows if stored or cached, else None; the longest row verifies stored lengths."""
         stored = None if has_pictures(self._config) else stored_lengths(self._loader.dataset, pairs=self._pairs)
         if stored is not None and len(stored):
             longest = int(stored.argmax())
@@ -310,7 +310,7 @@ class LoadedLengths:
             generator=torch.Generator(),
         )
         found = []
-        with torch.random.fork_rng(devices=[]):  # training draws the same numbers as without a plan
+        with torch.random.fork_rng(devices=[]):  # keep the random state as without a plan
             for size in reading:
                 if isinstance(size, str):
                     raise RunError(size)

@@ -44,7 +44,7 @@ class FollowsPlan:
 
 @contextmanager
 def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
-    """Make a trainer follow a plan while it trains, unless it already does.
+    """Make a trainer follow a plan inside this context; a no-op if it already does.
 
     Raises:
         FcpError: the plan, the data or the script's settings are not supported.
@@ -58,7 +58,7 @@ def following(trainer: Any, plan: Path | str | None = None) -> Iterator[None]:
     setattr(trainer, _FOLLOWER, follower)
     try:
         yield
-        follower.leave()  # before a rank exits with a signal's status, which makes torchrun stop the others
+        follower.leave()  # first, since `end` may exit with a signal's status, on which torchrun stops the other ranks
         follower.stop.end()
     finally:
         delattr(trainer, _FOLLOWER)

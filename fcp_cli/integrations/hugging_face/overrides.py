@@ -1,4 +1,4 @@
-"""Checks by their behavior whether methods overridden by a script's trainer can follow a plan.
+"""Checks, by running them, whether methods overridden by a script's trainer can follow a plan.
 
 Overrides run unchanged. A `training_step` must call the Trainer's own exactly once and return its result; a loader may
 be built in any way, as long as it visits rows at random or in order. `own_loss` checks `compute_loss`.
@@ -66,7 +66,7 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def check_order(trainer: Any, loader: Any, metadata: PlanMetadata) -> None:
-    """Check that the script's own loader visits every row at most once, at random or in order."""
+    """Raise RunError unless the script's own loader visits rows at most once per epoch, at random or in order."""
     overrides = [found for name in _ORDER if (found := find_override(trainer, name)) is not None]
     batches = getattr(loader, "batch_sampler", None)
     if not overrides or batches is None:  # a stream is rejected by `CollatedRows`
@@ -116,7 +116,7 @@ def _same_random_state() -> Iterator[None]:
 
 
 class WatchedMethods:
-    """Overridden methods of a trainer while it follows a plan, with checks of their results.
+    """Wraps a trainer's overridden methods to check their results while it follows a plan.
 
     Args:
         trainer: the script's trainer.

@@ -1,4 +1,4 @@
-"""Runs a script's own `compute_loss` under a plan, on a batch that represents this rank's tokens of a micro-batch.
+"""Runs a script's own `compute_loss` under a plan, on a batch of this rank's tokens of a micro-batch.
 
 If it calls the Trainer's own method, that method computes the planned loss, which must be returned unchanged. If it
 calls the model itself, the model returns this rank's logits, and the loss must be a sum of per-token losses. The first
@@ -79,7 +79,7 @@ class OwnLoss(PlannedLoss):
 
     Args:
         trainer: the script's trainer.
-        judged: the method or function, as named in messages.
+        judged: the method or function, for messages.
         planned: planned implementation of the trainer's own loss. A script's loss that does not call it is supported,
             after verification, if it is a mean over tokens.
         attentions: attention switches of the models, to run them without the plan.
@@ -331,7 +331,7 @@ class OwnLoss(PlannedLoss):
 
 
 class _Replay:
-    """Stands in for a model: returns logits computed earlier, and forwards everything else to the model."""
+    """Substitute for a model that returns logits computed earlier, and delegates all else to the model."""
 
     def __init__(self, model: Any, base: nn.Module, batch: _Batch, logits: Tensor) -> None:
         self._replayed = (model, base, batch, logits)
@@ -372,7 +372,7 @@ def _answer(model: Any, batch: _Batch, logits: Tensor) -> Any:
 
 @contextmanager
 def _no_collectives(judged: Override | str, batch: _Batch) -> Iterator[None]:
-    """Reject collectives in the script's method: ranks call it for different numbers of micro-batches.
+    """Raise RunError for collectives in the script's method, since ranks call it different numbers of times.
 
     Other threads of this process, e.g. the one that coordinates planned steps, may run their own collectives.
     """

@@ -1,6 +1,6 @@
-"""A transformers model in a script's own loop, whose loss on a micro-batch is this rank's share.
+"""A transformers model in a script's own loop, whose loss on a micro-batch is this rank's part of the step's loss.
 
-For loops that call `model(**batch).loss` themselves, with accelerate and in Lightning modules.
+For loops that call `model(**batch).loss` themselves, with accelerate, DeepSpeed or Lightning modules.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PlannedModel:
         Args:
             microbatch: micro-batch of the plan.
             divided_by: factor by which the framework divides the loss for gradient accumulation; undone here.
-            shown: factor on this rank's share of the step's loss for the loss value seen by the script.
+            shown: factor on this rank's part of the step's loss in the value that the script sees, e.g. logs.
         """
         self.current, self._divided_by, self._shown = microbatch, divided_by, shown
         self._on_rings.enter_context(self._attention.on_rings())
@@ -82,7 +82,7 @@ class PlannedModel:
         return args[:1], {**kwargs, "position_ids": microbatch.position_ids, "attention_mask": None}
 
     def _share_loss(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return this rank's share of the step's loss as the model's loss, with the value to be displayed."""
+        """Replace the loss: its gradient is that of this rank's part of the step's loss, its value is for display."""
         microbatch = self.current
         if microbatch is None or getattr(output, "loss", None) is None:
             return None

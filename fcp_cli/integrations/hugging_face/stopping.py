@@ -22,7 +22,7 @@ RUN_DIR_VARIABLE = "FCP_RUN_DIR"
 class StopAtStepEnd(TrainerCallback):
     """Stops a trainer at the end of the step in which any rank received SIGINT, which `fcp launch` sends to stop.
 
-    SIGTERM keeps its default effect: torchrun sends it to ranks that wait for a failed one.
+    SIGTERM keeps its default action, since torchrun sends it to ranks that wait for a failed one.
 
     Args:
         trainer: trainer to which the callback is added.

@@ -1,6 +1,7 @@
-"""Makes `transformers.Trainer`, and TRL's trainers based on it, follow the plan.
+"""Hooks `transformers.Trainer`, and TRL's trainers based on it, to follow the plan.
 
-Three methods are hooked: the training loop, the creation of the training loader, and the training step.
+The training loop, the creation of the training loader, and the training step follow the plan. `train` also resumes a
+stopped run, and the trainer's accelerator is marked.
 """
 
 from __future__ import annotations

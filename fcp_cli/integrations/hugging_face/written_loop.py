@@ -1,7 +1,7 @@
 """Follows a plan in a hand-written training loop: its loader yields the plan's micro-batches one by one.
 
-The script's `model(**batch).loss` is this rank's share of the step's loss. Gradients are summed over all ranks after
-the backward pass of the step's last micro-batch, before the script's optimizer step.
+The script's `model(**batch).loss` becomes this rank's part of the step's loss. Gradients are summed over all ranks
+after the backward pass of the step's last micro-batch, before the script's optimizer step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class WrittenLoop(ABC):
 
     @abstractmethod
     def rows_per_pass(self, loader: Any) -> int:
-        """Return the rows per batch of a rank."""
+        """Return the script's batch size per rank, in rows."""
 
     @abstractmethod
     def precision_and_sharding(self) -> tuple[bool, ZeroStage]:
@@ -74,7 +74,7 @@ class WrittenLoop(ABC):
     @property
     @abstractmethod
     def accumulates(self) -> int:
-        """Return the script's gradient accumulation steps."""
+        """The script's gradient accumulation steps."""
 
     @property
     def metadata(self) -> PlanMetadata:
@@ -167,7 +167,7 @@ class WrittenLoop(ABC):
             self.session.recorder.flush()
 
     def require_microbatch(self) -> None:
-        """Raise RunError if a backward pass is not of a plan micro-batch, since its gradients would not be summed."""
+        """Raise RunError outside of planned micro-batches, in which gradients would not be summed over ranks."""
         if self.current is None:
             raise RunError(
                 f"the script calls {self.BACKWARD} on a batch that is none of the plan's: one of a loader that "
@@ -187,8 +187,7 @@ class WrittenLoop(ABC):
 
         Args:
             microbatch: micro-batch of the plan.
-            divided_by: factor by which the framework divides the loss for gradient accumulation, not undone by a
-                wrapper.
+            divided_by: factor by which the framework divides the loss for gradient accumulation; undone by the model.
         """
         assert self.planned is not None and self.session is not None
         # Scripts log the mean over ranks and over accumulated batches.

@@ -1,1 +1,1 @@
-"""Scripts whose own loop accelerate prepares."""
+"""Training loops prepared with accelerate, under a plan."""

@@ -1,6 +1,6 @@
-"""Makes a plain accelerate training loop follow the plan: hooks the `Accelerator` methods that such loops call.
+"""Hooks the `Accelerator` methods called by plain training loops, so that they follow the plan.
 
-The Trainer's own accelerator is not hooked, since the Trainer itself is.
+The Trainer's own accelerator is exempt, since the Trainer itself is hooked.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _with_loop(own: Callable[..., Any], hooked: Hooked) -> Callable[..., Any]:
 
 
 def _prepare(accelerator: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Prepare as usual, hooking a trained model before and replacing the training loader after."""
+    """Prepare as usual, but hook a trained model before, and wrap loaders after."""
     from torch import nn
 
     from fcp_cli.integrations.hugging_face.accelerate.loop import AcceleratedLoop, PlannedBatches

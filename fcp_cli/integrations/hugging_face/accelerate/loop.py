@@ -1,7 +1,7 @@
 """Follows a plan in a plain accelerate loop: its prepared loader yields the plan's micro-batches one by one.
 
-The script's `model(**batch).loss` is this rank's share of the step's loss. Its optimizer, scheduler and clipping run
-once the step's gradients are complete, as accelerate's own `sync_gradients` requires.
+The script's `model(**batch).loss` becomes this rank's part of the step's loss. Its optimizer, scheduler and clipping
+take effect once the step's gradients are complete, as signalled by accelerate's `sync_gradients`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AcceleratedLoop(WrittenLoop):
         return int(self.accelerator.gradient_accumulation_steps)
 
     def adopt(self, model: nn.Module) -> bool:
-        """Hook a model before it is prepared, if it has trainable weights; return whether it has."""
+        """Hook a model before it is prepared if it has trainable weights; return whether it was hooked."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return False
         if self.planned is not None:
@@ -81,7 +81,7 @@ class AcceleratedLoop(WrittenLoop):
             )
 
     def save(self, folder: Any) -> None:
-        """Save the plan's next step next to accelerate's checkpoint."""
+        """Save the plan's next step in accelerate's checkpoint folder."""
         if self.accelerator.is_main_process and folder is not None:
             write_text_atomically(Path(folder) / _POSITION, json.dumps({"next_step": self.next_step}))
 
@@ -105,7 +105,7 @@ class AcceleratedLoop(WrittenLoop):
 
     def enter(self, microbatch: LocalMicroBatch, *, divided_by: int = 1) -> dict[str, Tensor]:
         self.accelerator.gradient_state._set_sync_gradients(microbatch.is_last)
-        return super().enter(microbatch, divided_by=divided_by * self.accumulates)  # as `backward` divides by it
+        return super().enter(microbatch, divided_by=divided_by * self.accumulates)  # `backward` divides by it
 
 
 class PlannedBatches:

@@ -1,1 +1,1 @@
-"""Rows of a script's own data set through its own collator, as a plan needs them."""
+"""Reads the rows of a script's own data set through its own collator, for a plan."""

@@ -1,4 +1,4 @@
-"""Reads one row as returned by the script's collator: only tokens and labels, without padding."""
+"""Reads a row from a collated batch: tokens, labels and mask, without padding."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
 
 
 def unpadded(batch: Mapping[Any, Any], row: int) -> slice:
-    """Return the slice of the sequence between its padding, in a batch of one."""
+    """Return the slice of the sequence without padding, in a batch of one; raise RunError if it has gaps."""
     mask = batch.get("attention_mask")
     if mask is None or _is_matrix(mask):
         return slice(0, torch.as_tensor(batch["input_ids"]).shape[1])

@@ -1,4 +1,4 @@
-"""Reads the images and videos that a script's collator returns with a row, as its model's processor produces them."""
+"""Reads the images and videos of a collated row, in the format of the model's processor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MASKS_BY_TYPES = frozenset({"gemma3"})
 
 
 def one_row(batch: Any, row: int, *, pairs: bool = False, masked: bool = False, config: Any = None) -> Collated:
-    """Return one row from a batch that the collator made of only that row.
+    """Return the only row of a collated batch.
 
     Args:
         batch: collated batch.
@@ -123,7 +123,7 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
 
 
 def _require_positions(given: Any, made: VisualSequence, kept: slice, row: int) -> None:
-    """Raise RunError if the collator's positions differ from those that the model computes, which a plan uses."""
+    """Raise RunError if the collator's positions differ from the model's own, which are used under a plan."""
     if given is None:
         return
     own = torch.as_tensor(given)[..., kept].flatten(0, -2)[-3:].numpy()  # some collators put the text positions first

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.pictures import RowSize, has_pictures, size_of_row
 
-_COMPARED: Final = 2  # rows with images that each process reads both ways before trusting headers
+_COMPARED: Final = 2  # rows with images that each process also decodes, to verify sizes from headers
 
 
 class RowSizes(Dataset[RowSize | str]):

@@ -1,4 +1,4 @@
-"""Fetches the manifest's rows one by one from the script's own data set and collator, and compares their lengths."""
+"""Fetches single rows from the script's own data set and collator, and validates their lengths against the plan."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class CollatedRows:
     else those of a few rows; the other rows are compared when they are loaded.
 
     Args:
-        loader: the script's own loader. Its data set (row n is row n of the manifest), its collator (called with one
-            row at a time) and its number of workers are used; padding is removed again.
+        loader: the script's own loader, whose data set (row n is row n of the manifest), collator (called with one row
+            at a time) and number of workers are used; padding is removed.
         plan, metadata: plan that the rows must match.
         pairs: whether a row is a chosen and a rejected answer, each with its prompt; its length is the sum of both.
         config: model config, if the collator may return images and videos; None: it returns none.
@@ -86,15 +86,14 @@ class CollatedRows:
     def require_lengths(self) -> None:
         """Raise RunError if one of a few sampled rows differs in length from the plan.
 
-        For data that a script changes between epochs: prefetch workers keep a copy of the data as it was when they
-        started.
+        It detects data that a script changes between epochs, of which prefetch workers have an outdated copy.
         """
         with torch.random.fork_rng(devices=[]):  # keep the random state as without a plan
             for row in self._spread():
                 self(int(row))
 
     def require_same(self, loader: Any) -> None:
-        """Raise RunError if another loader of the script yields different rows, naming the first."""
+        """Raise RunError if another loader of the script has different rows; the message names the first."""
         own, other = self._loader, loader
         if len(other.dataset) != len(own.dataset):
             raise RunError(
@@ -157,7 +156,7 @@ class CollatedRows:
             )
 
     def _doubtful(self) -> IntArray:
-        """Return rows to read before the first step: those whose stored length differs from the plan."""
+        """Return rows to validate before the first step: those whose stored length differs, or else a sample."""
         stored = stored_lengths(self._loader.dataset, pairs=self._pairs)
         if stored is None:
             return self._spread()
@@ -199,9 +198,9 @@ def _remedy(pairs: bool) -> str:
 
 
 def stored_lengths(dataset: Any, *, pairs: bool) -> IntArray | None:
-    """Return [rows] the token counts of a `datasets.Dataset`, read only from its Arrow offsets.
+    """Return the token counts [rows] of a `datasets.Dataset`, read from its Arrow offsets only.
 
-    None if it is another type, computes rows on access, or has other columns.
+    None for other types, rows computed on access, and other columns.
     """
     table: Any = getattr(dataset, "data", None)
     chosen: Any = getattr(dataset, "_indices", None)

@@ -1,4 +1,4 @@
-"""A sampler for a torch `DataLoader` that reads the rows of one rank of a plan, for loops that need a DataLoader.
+"""`PlanSampler`, which makes a torch `DataLoader` read the rows that a plan assigns to this rank.
 
 session = fcp.start("plan.parquet")
 sampler = fcp.PlanSampler(session)
@@ -79,7 +79,7 @@ class PlanSampler(Sampler[int]):
 
 
 class _LoadedInOrder:
-    """A `fetch` called with a sampler's rows in order, after one extra call that checks for labels."""
+    """A `fetch` that must be called with the sampler's rows in order, after one extra call that checks for labels."""
 
     def __init__(self, loader: DataLoader[Any], order: Iterator[int | None], read: Callable[[Any, int], Any]) -> None:
         self._loader, self._read = loader, read

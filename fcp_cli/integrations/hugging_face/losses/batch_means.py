@@ -35,7 +35,7 @@ class BatchMeans:
         self._weight_of_row: dict[int, float] = {}
 
     def begin_step(self, step: int) -> None:
-        """Sum each row's labeled tokens over ranks; the first rank of a ring counts. Collective over all ranks."""
+        """Compute the weights of a step's rows. Collective over all ranks; the first of each ring counts labels."""
         planned = self._step(step)
         rows = own_batches(planned, self._session.metadata.seed if self._session.metadata.shuffle else None)
         place = {row: number for number, row in enumerate(rows.tolist())}

@@ -1,4 +1,4 @@
-"""Replaces a trainer's `compute_loss` under a plan: the loss of a micro-batch distributed over several ranks."""
+"""Planned losses, which replace a trainer's `compute_loss` for micro-batches sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PlannedLoss(ABC):
 
     @abstractmethod
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
-        """Run the model on a micro-batch; return this rank's share of the step's loss, for the backward pass."""
+        """Run the model on a micro-batch; return this rank's part of the step's loss, for the backward pass."""
 
     def end_step(self, session: Session, step: Step) -> None:  # noqa: B027  # most log nothing else
         """Log the trainer's metrics other than the loss.
@@ -62,8 +62,8 @@ class PlannedLoss(ABC):
 class CausalLoss(PlannedLoss):
     """The loss of `transformers.Trainer`: the mean over labeled tokens of the global batch, or over its batch means.
 
-    If a linear head's logits are not changed afterwards, the head returns the sum of token losses, so that logits are
-    only materialized in chunks.
+    If the logits of a linear head are not modified afterwards, the head itself returns the sum of token losses, so that
+    logits are only materialized in chunks.
 
     Args:
         model: unwrapped transformers model.

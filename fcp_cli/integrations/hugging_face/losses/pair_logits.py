@@ -1,8 +1,8 @@
 """Preference losses of frameworks on TRL before 1.0, which compute log-probabilities from logits themselves.
 
-`compute_loss` of LLaMA-Factory and ms-swift runs on the padded batch of pairs. Hooks run their models on this rank's
-tokens and return two-column logits with the same log-probabilities of the labels. In the first step, the loss of every
-micro-batch must equal the mean of the losses of its halves, computed by replaying the model's outputs.
+`compute_loss` of LLaMA-Factory and ms-swift gets the padded batch of pairs. Hooks run their models on this rank's
+tokens only, and return two-column logits with the same log-probabilities of the labels. In the first step, the loss of
+every micro-batch must equal the mean of the losses of its halves, which are computed by replaying the model's outputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Chosen and rejected answers on a ring: TRL's loss code sees the same padded batch as without a plan.
+"""Preference pairs (chosen and rejected answers) on a ring, for TRL's unmodified loss code.
 
-Its models are called with that batch. Hooks replace it with this rank's tokens, and gather the fused head's results of
-all ranks back into the shape of the batch.
+TRL calls its models with the same padded batch as without a plan. Hooks replace it with this rank's tokens, and gather
+the fused head's results of all ranks back into the shape of the batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fcp_cli.runtime.loss.labels import IGNORED
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.microbatch import LocalMicroBatch
 
-# Per-token outputs of the fused head. The first has a gradient.
+# Per-token outputs of the fused head; only the first has a gradient.
 _FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 _current: ContextVar[PairPack | None] = ContextVar("pairs", default=None)
 
@@ -65,8 +65,8 @@ class PairPack:
         size = (2 * self.pairs, self._longest)
         lengths = torch.from_numpy(self._lengths).to(device)
         attention = (torch.arange(self._longest, device=device) < lengths[:, None]).long()
-        # Taken from the loader, not gathered from other ranks: DDP broadcasts buffers in a step's first forward, before
-        # which ranks must not wait for each other.
+        # From the loader, not gathered: a gather before a step's first forward, in which DDP broadcasts buffers, could
+        # deadlock.
         assert self.microbatch.pack_labels is not None
         completion = torch.zeros(size, dtype=torch.int64)
         completion[:, 1:] = self._placed((self.microbatch.pack_labels != -100).long())
@@ -89,7 +89,7 @@ class PairPack:
         return replace(output, loss=None, **found)
 
     def labels(self) -> Tensor:
-        """Return the labels [2 * pairs, tokens] of that batch for `two_way_logits`: 0 for each labeled token."""
+        """Return labels [2 * pairs, tokens] for `two_way_logits`: 0 for each labeled token, else ignored."""
         labels = self.inputs()["completion_mask"] - 1
         return labels.masked_fill(labels < 0, IGNORED)
 
@@ -112,7 +112,7 @@ class PairPack:
         return values.new_zeros(size).flatten().index_copy(0, written, values[read]).view(size)
 
     def _gathered(self, own: list[Tensor]) -> list[Tensor]:
-        """Gather each tensor [1, own tokens] for all tokens of the pack; the own values keep their gradient."""
+        """Gather tensors [1, own tokens] over the ring to [tokens of the pack]; only own values have a gradient."""
         ring, layout = self._ring, self._ring.layout
         index = torch.from_numpy(layout.index(ring.index)).to(own[0].device)
         held = layout.tokens(ring.index)
@@ -128,7 +128,7 @@ class PairPack:
 
 
 def two_way(log_probs: Tensor, is_learned: Tensor) -> Tensor:
-    """Return logits [..., 2] whose log-softmax at 0 is the log-probability of labeled tokens, with its gradient."""
+    """Return logits [..., 2] whose log-softmax at index 0 is the given log-probability, with its gradient."""
     others = torch.log((-torch.expm1(log_probs.masked_fill(~is_learned, -1.0))).clamp(min=1e-12))
     return torch.stack((log_probs, others), dim=-1).masked_fill(~is_learned[..., None], 0.0)
 

@@ -86,7 +86,7 @@ class PreferenceLoss(PlannedLoss):
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         pack = PairPack(microbatch)
         with pack.current():
-            if not pack.pairs:  # still run a forward of each model, for collectives with other ranks
+            if not pack.pairs:  # still run each model, to join the collectives of other ranks
                 return microbatch.normalised(self._idle(model, microbatch))
             weights = _weights(pack.inputs()["completion_mask"], degree=microbatch.row.degree)
             with self._collected(weights):
@@ -129,7 +129,7 @@ class PreferenceLoss(PlannedLoss):
 
     @contextmanager
     def _collected(self, weights: Mapping[str, float]) -> Iterator[None]:
-        """Keep TRL's logged metrics of a micro-batch local: ranks have different numbers of micro-batches."""
+        """Collect TRL's metrics of a micro-batch without gathers, since ranks run different numbers of them."""
         trainer = self._trainer
         tokens = trainer._total_train_tokens
         kept, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
@@ -159,7 +159,7 @@ class PreferenceLoss(PlannedLoss):
 
 
 def _weights(completion: Tensor, *, degree: int) -> dict[str, float]:
-    """Return the weight of each logged metric: a mean over pairs, or over answer tokens."""
+    """Return the weight of each logged metric, in pairs or answer tokens; "pairs" is the default."""
     tokens = completion[:, 1:].sum(1)
     chosen, rejected = (float(part.sum()) / degree for part in tokens.chunk(2))
     return {
