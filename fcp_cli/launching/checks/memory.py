@@ -251,7 +251,7 @@ def _remedy(job: Job, need: JobMemory) -> str:
 
 
 def _model_words(job: Job, spec: ModelSpec) -> list[str]:
-    """Return the `--model` option, and `--cluster` if the plan's times are analytic."""
+    """Return `--model` if the plan is for another one; for analytic plans, always `--model` and `--cluster`."""
     planned, name = job.profile, job.model or spec.name
     if planned is None or planned.origin == "analytic":
         return ["--model", name, *(["--cluster", planned.cluster] if planned is not None else [])]

@@ -27,8 +27,8 @@ def check_ranks(plan: Path, metadata: PlanMetadata, ranks: int | None, model: st
 def planned_nodes(metadata: PlanMetadata) -> int:
     """Return the number of nodes for which the plan was made.
 
-    Megatron numbers processes stage by stage, so a node that is smaller than a stage holds one stage only; a larger
-    node holds as many as fit.
+    Megatron numbers processes stage by stage, so a node smaller than a stage only has ranks of one stage. A
+    larger node holds as many whole stages as fit.
     """
     nodes_per_stage = -(-metadata.num_ranks // metadata.ranks_per_node)
     if nodes_per_stage > 1:
