@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn a function into a command: its options are its parameters, or the fields of its only one, a dataclass.
+    """Turn a function into a command whose options are its parameters, or the fields of its option dataclass.
 
     Args:
         examples: command lines printed at the end of the help.

@@ -80,7 +80,7 @@ def _after_interpreter(first: str, rest: Sequence[str]) -> Sequence[str]:
     while at < len(rest) and rest[at].startswith("-") and rest[at] != "-m":
         if rest[at] in ("-c", "-"):
             raise UsageError(f"after -- comes a script or '-m MODULE', not {first} {rest[at]}")
-        at += 2 if rest[at] in ("-W", "-X") else 1
+        at += 2 if rest[at] in ("-W", "-X") else 1  # -W and -X have a separate value
     if at == len(rest):
         raise UsageError(f"after -- comes a script or '-m MODULE', and {first} is given none")
     return rest[at:]

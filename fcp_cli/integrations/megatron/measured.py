@@ -65,7 +65,7 @@ class ScheduleRecorder:
         self._running = (row.order, now if self._record.marks else self._first)
 
     def add_loss(self, loss_sum: Any, tokens: Any) -> None:
-        """Record the result of the script's loss function."""
+        """Record a micro-batch's loss sum and number of tokens, as returned by the script's loss function."""
         if self._record is not None:
             self._sums.append(torch.as_tensor(loss_sum).detach().reshape(()))
             self._tokens.append(torch.as_tensor(tokens).detach().reshape(()))

@@ -88,7 +88,7 @@ def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[...,
     """
     if "position_ids" not in _parameters(model):
         raise RunError(_NO_POSITIONS.format(name=config.model_type))
-    # By config, since the probe's few tokens may be too short for the frequencies to change.
+    # By config: running the model may not show it if its original training length is short.
     growing = growing_rotation(getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None))
     if growing is not None:
         remedy = f"; its config asks for rope_type {growing}: choose another, such as yarn"
@@ -185,6 +185,7 @@ class _Probe:
         first_trained = min((value for value in given if value), default=most)
         held = (*self._model.parameters(), *self._model.buffers())
         tables = [len(tensor) for tensor in held if tensor.dim() == 2]
+        # Learned position tables may have a few extra rows, e.g. two in OPT.
         if any(most <= rows <= most + 8 for rows in tables):
             return max(1, (most - 1) // (_TOKENS - 1))
         return max(1, first_trained // (_SHARD[-1] + 1))

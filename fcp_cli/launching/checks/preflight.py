@@ -108,7 +108,7 @@ def check_space(job: Job) -> None:
 
 
 def check_run_dir(job: Job) -> None:
-    """Create the run directory, and raise FcpError if it is not writable or lacks space; then it is removed again."""
+    """Create the run directory; raise FcpError if it is not writable or lacks space, and remove a new one again."""
     made = not job.run_dir.exists()
     try:
         _check_folder(job.run_dir, job)

@@ -60,7 +60,7 @@ def explanation_table(job: Job, width: int) -> Table:
     """Return a table of a job's variables: name and value, reason, and source.
 
     Args:
-        job: the job.
+        job: job to explain.
         width: terminal width in columns; below 80, sources are omitted.
     """
     from rich.box import SIMPLE_HEAD

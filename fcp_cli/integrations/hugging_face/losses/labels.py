@@ -68,7 +68,7 @@ class CausalLoss(PlannedLoss):
     Args:
         model: unwrapped transformers model.
         smoothing: label smoothing factor.
-        means: as in `PlannedLoss`.
+        means: token weights, if the loss is a mean of batch means.
     """
 
     def __init__(self, model: Any, smoothing: float = 0.0, means: BatchMeans | None = None) -> None:

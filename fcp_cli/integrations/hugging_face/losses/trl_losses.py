@@ -24,7 +24,7 @@ class SftLoss(PlannedLoss):
 
     Args:
         trainer: an `SFTTrainer`.
-        means: as in `PlannedLoss`.
+        means: token weights, if the loss is a mean of batch means.
     """
 
     def __init__(self, trainer: Any, means: BatchMeans | None = None) -> None:
