@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -147,16 +147,8 @@ def microbatch_prices(
     rank_offsets, ranks, per_node = packs.rank_offsets, packs.ranks, setup.ranks_per_node
     degree = sizes_of(rank_offsets)[working]
     seconds, encoder, language, held = np.zeros((4, len(packs.offsets) - 1))
-    shared = np.int64(1) if heads_degree is None else heads_degree[working]
-    seconds[working] = group_seconds(
-        profile,
-        pack,
-        degree=degree,
-        crosses_nodes=crosses_nodes(rank_offsets, ranks, per_node)[working],
-        heads_degree=shared,
-        sets_cross_nodes=heads_degree is not None
-        and ranks_together(rank_offsets, ranks, per_node)[working] % shared != 0,
-    )
+    place = place_of_groups(rank_offsets, ranks, per_node, heads_degree)
+    seconds[working] = group_seconds(profile, pack, **{name: values[working] for name, values in place.items()})
     # A group of one rank has no Ulysses degree to choose.
     wide = np.flatnonzero(degree > 1)
     if attention is not None and len(wide):
@@ -166,6 +158,20 @@ def microbatch_prices(
     held[working] = pack.tokens / degree
     language[working] = profile.coefficients.linear_seconds_per_token * held[working]
     return Prices(seconds, encoder, language, held)
+
+
+def place_of_groups(
+    rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: int, heads_degree: Int32Array | None
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the arguments `degree` and `place` of `group_seconds`, [groups] each; `heads_degree` None: rings only."""
+    degree = sizes_of(rank_offsets)
+    shared = np.ones_like(degree) if heads_degree is None else heads_degree
+    return {
+        "degree": degree,
+        "crosses_nodes": crosses_nodes(rank_offsets, ranks, ranks_per_node),
+        "heads_degree": shared,
+        "sets_cross_nodes": (shared > 1) & (ranks_together(rank_offsets, ranks, ranks_per_node) % shared != 0),
+    }
 
 
 def quickest_heads(attention: SplitAttention, packs: PlacedPacks, setup: PlanSetup, profile: CostProfile) -> Int32Array:

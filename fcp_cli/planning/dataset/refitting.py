@@ -2,9 +2,10 @@
 
 With f the factors on the profile's coefficients, the model of a micro-batch of y seconds is
 
-    y = (f0 beta + f1 linear + max(f2 attention, (1 - s) f3 ring) + s f3 ring) / speed of its slowest rank
+    y = (f0 beta + f1 linear + max(f2 attention, f3 hidden) + f3 exposed) / speed of its slowest rank
 
-plus f2 windows + f3 halos if window layers have a halo exchange. The factors minimize the Huber loss of relative
+plus f2 windows, where `hidden` and `exposed` are the parts of the ring (`cost.formula.pack_parts`), and `exposed` also
+has the Ulysses exchange and the halo exchange of window layers. The factors minimize the Huber loss of relative
 errors, regularized towards their previous values if micro-batches do not determine them. A rank's speed is the ratio of
 its single-rank micro-batches to those of the other ranks.
 """
@@ -22,7 +23,7 @@ from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import group_terms, halo_seconds, pack_parts, recomputation_seconds
 from fcp_cli.manifest.table.table import LengthTable
 from fcp_cli.plan.metadata.refits import MOST_FACTOR, Factors, ScheduledRefit, refit_text
-from fcp_cli.plan.pricing.packs import crosses_nodes, pack_work, single_rank_work
+from fcp_cli.plan.pricing.packs import pack_work, place_of_groups, single_rank_work
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.problem import Problem
 
@@ -48,9 +49,9 @@ class _Parts(NamedTuple):
     beta: FloatArray
     linear: FloatArray
     windows: FloatArray  # window attention with a halo exchange
-    halos: FloatArray
     attention: FloatArray
-    ring: FloatArray
+    hidden: FloatArray  # communication that attention hides, if it takes longer
+    exposed: FloatArray
     ranks: list[IntArray]
     measured: FloatArray
 
@@ -128,9 +129,9 @@ class Refitter:
             beta=joined("beta"),
             linear=joined("linear"),
             windows=joined("windows"),
-            halos=joined("halos"),
             attention=joined("attention"),
-            ring=joined("ring"),
+            hidden=joined("hidden"),
+            exposed=joined("exposed"),
             ranks=[ranks for part in found for ranks in part.ranks],
             measured=joined("measured"),
         )
@@ -140,16 +141,17 @@ class Refitter:
         seconds = np.array([taken.get((step.step, order), 0.0) for order in range(len(step))])
         rows = np.flatnonzero(~step.is_idle & (seconds > 0))
         working = np.flatnonzero(~step.is_idle)
-        degree = step.degrees[working]
+        places = place_of_groups(step.rank_offsets, step.ranks, problem.ranks_per_node, step.heads_degree)
+        place = {name: values[working] for name, values in places.items()}
+        degree, terms = place["degree"], group_terms(profile, **place)
         offsets = np.append(step.sequence_offsets[working], step.sequence_offsets[-1])
         work = single_rank_work(sequences, profile, problem.padding_multiple)
         pack = pack_work(work, offsets, degree, profile, problem.padding_multiple)
-        crosses = crosses_nodes(step.rank_offsets, step.ranks, problem.ranks_per_node)[working]
-        parts = pack_parts(profile, pack, degree=degree, crosses_nodes=crosses)
-        windows, halos = np.zeros((2, len(degree)))
+        parts = pack_parts(profile, pack, **place)
+        windows, exposed = np.zeros(len(degree)), parts.exposed + terms.exchange * pack.tokens + terms.messages
         if pack.windows is not None:
             windows = pack.windows.seconds / degree
-            halos = halo_seconds(profile, pack.windows, group_terms(profile, degree=degree, crosses_nodes=crosses))
+            exposed = exposed + halo_seconds(profile, pack.windows, terms)
         at = np.searchsorted(working, rows)
         groups = [step.ranks[step.rank_offsets[row] : step.rank_offsets[row + 1]].astype(np.int64) for row in rows]
         return _Parts(
@@ -158,20 +160,19 @@ class Refitter:
             beta=np.full(len(rows), profile.coefficients.microbatch_seconds),
             linear=(pack.linear_seconds / degree + recomputation_seconds(profile, pack.tokens, degree=degree))[at],
             windows=windows[at],
-            halos=halos[at],
             attention=parts.attention[at],
-            ring=(parts.hidden + parts.exposed)[at],
+            hidden=parts.hidden[at],
+            exposed=exposed[at],
             ranks=groups,
             measured=seconds[rows],
         )
 
     def _columns(self, parts: _Parts, factors: FloatArray) -> FloatArray:
         """Return [micro-batches, 4] the seconds that each factor multiplies, with the overlap resolved at `factors`."""
-        exposed = self._problem.profile.coefficients.exposed_ring_share
-        hides = factors[2] * parts.attention >= (1.0 - exposed) * factors[3] * parts.ring
-        ring = np.where(hides, exposed, 1.0) * parts.ring
+        hides = factors[2] * parts.attention >= factors[3] * parts.hidden
+        ring = np.where(hides, 0.0, parts.hidden) + parts.exposed
         attention = np.where(hides, parts.attention, 0.0) + parts.windows
-        return np.stack([parts.beta, parts.linear, attention, ring + parts.halos], axis=1)
+        return np.stack([parts.beta, parts.linear, attention, ring], axis=1)
 
     def _predicted(self, parts: _Parts, factors: FloatArray) -> FloatArray:
         return np.asarray(self._columns(parts, factors) @ factors)

@@ -13,16 +13,18 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batching.batches import batch_of
 from fcp_cli.planning.dataset.refitting import Refitter
 from fcp_cli.planning.fcp.solver import solver_of
-from tests.planning.examples import example_problem, table_of
+from fcp_cli.planning.problem import Problem
+from fcp_cli.recipe import SplitAttention
+from tests.planning.examples import example_problem, problem_with_heads, table_of
 
 RANKS = 8
+PROBLEM = example_problem(num_ranks=RANKS)
 
 
 def measured(
-    truth: ScheduledRefit, *, steps: int = 6, noise: float = 0.02, outliers: float = 0.05
+    truth: ScheduledRefit, *, problem: Problem = PROBLEM, steps: int = 6, noise: float = 0.02, outliers: float = 0.05
 ) -> tuple[Refitter, pa.Table]:
     """Return a refitter that knows some steps, and what these took under other factors and speeds."""
-    problem = example_problem(num_ranks=RANKS)
     generator = np.random.default_rng(0)
     refitter = Refitter(problem)
     speeds = tuple(truth.rank_speeds.get(str(rank), 1.0) for rank in range(RANKS))
@@ -54,6 +56,20 @@ def test_factors_and_a_slow_rank_are_found_together_through_noise_and_outliers()
         f"{len(set(zip(*(table.column(name).to_pylist() for name in ('step', 'order')), strict=True)))} micro-batches of 6 steps: "
     )
     assert "rank 3 at 0.7" in line
+
+
+@pytest.mark.parametrize("attention", [None, "2d"])
+def test_steps_that_take_what_was_planned_change_nothing_whatever_the_ring_consists_of(
+    attention: SplitAttention | None,
+) -> None:
+    problem = replace(problem_with_heads(RANKS), attention=attention)
+    coefficients, ring_bytes = problem.profile.coefficients, 20 * problem.profile.coefficients.ring_bytes_per_token
+    long_ring = {"ring_bytes_per_token": ring_bytes, "last_hop_bytes_per_token": 0.9 * ring_bytes}
+    profile = replace(problem.profile, coefficients=replace(coefficients, **long_ring))
+    as_planned = ScheduledRefit(first_step=0)
+    refitter, table = measured(as_planned, problem=replace(problem, profile=profile), noise=0.0, outliers=0.0)
+    found, line = refitter.refit(20, table, None)
+    assert found is None, line
 
 
 def test_a_rank_that_is_slow_in_one_step_only_is_not_persistently_slow() -> None:
