@@ -92,14 +92,15 @@ def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0
 def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> float | None:
     """Return the length from which attention hides the hideable part of a single sequence's ring, or None.
 
-    It solves alpha1 L^2 / d = (1 - exposed share) * ring seconds of L tokens, ignoring the last hop and chunk seconds.
+    It solves attention = hidden of `formula.pack_parts` for L tokens, multiplied by the degree.
     """
     c = profile.coefficients
     if degree < 2 or c.exposed_ring_share == 1:
         return None
     bandwidth = profile.bandwidth.intra_node if tier == "intra_node" else profile.bandwidth.inter_node
     hidden = 1 - c.exposed_ring_share
-    per_token = hidden * c.ring_bytes_per_token * (degree - 1) / bandwidth
+    ring_bytes = c.ring_bytes_per_token * (degree - 1) - c.last_hop_bytes_per_token  # the last hop is never hidden
+    per_token = hidden * ring_bytes / bandwidth - c.chunk_seconds_per_token * (degree - 1)
     fixed = hidden * c.ring_hop_seconds * (degree - 1) * degree
     if c.halo_bytes_per_token:
         c = replace(c, window_seconds_per_token2=0.0)  # overlaps with no ring

@@ -141,8 +141,8 @@ class WrittenLoop(ABC):
             )
         per_epoch = self.metadata.steps_per_epoch
         last = min(end, (self.next_step // per_epoch + 1) * per_epoch)
-        if self._steps is None and self._rows is not None:
-            assert self.planned is not None
+        if self._steps is None:
+            assert self._rows is not None and self.planned is not None
             self.planned.recompute_by(self.session.recompute_levels)
             self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=self.next_step))
             self._steps = self.session.steps(self.model, first_step=self.next_step)

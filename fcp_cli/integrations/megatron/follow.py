@@ -36,7 +36,6 @@ from fcp_cli.runtime.communication.transport import ProcessTransport
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.session.rank_job import RankJob
 
-_STEPS_AHEAD = 2
 _PROBE_VARIABLE = "FCP_PROBE"
 
 
