@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fcp_cli import runtime as fcp
-from fcp_cli.extend.integrations import RunError, prepare, require_rows
+from fcp_cli.extend.integrations import RunError, prepare
 
 
 class _NextMicroBatch(BaseException):
@@ -66,7 +66,7 @@ class _PlannedEngine:
         self.engine, self.model, self.loader = engine, model, loader
         self.batch: Any = None
         self.session = fcp.start(fetch=self.fetch)
-        require_rows(len(loader.dataset), self.session.metadata)
+        self.session.metadata.manifest.require_rows(len(loader.dataset))
         planned = self.session.metadata.global_batch_size
         if loader.batch_size != planned:
             raise RunError(

@@ -11,10 +11,9 @@ training function with one that takes micro-batches from `fcp_cli.runtime.steps`
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.data.followed_step import require_rows
 from fcp_cli.runtime.injection.integrations import Hook, transformers_models
 
-__all__ = ["Hook", "RunError", "prepare", "require_rows"]
+__all__ = ["Hook", "RunError", "prepare"]
 
 
 def prepare(model: Any) -> None:

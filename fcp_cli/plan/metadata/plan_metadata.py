@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from fcp_cli.errors import PlanError
+from fcp_cli.errors import PlanError, RunError
 from fcp_cli.masks import MaskRows
 from fcp_cli.options import MOST_ROWS
 from fcp_cli.plan.metadata.masks import PlannedMasks
@@ -57,6 +57,14 @@ class ManifestReference:
     def argument(self) -> str:
         """Command-line argument for the manifest; `-` if it came from a pipe."""
         return "-" if self.name == "stdin" else self.name
+
+    def require_rows(self, found: int) -> None:
+        """Raise RunError if a data set has another number of rows."""
+        if found != self.rows:
+            raise RunError(
+                f"the data set has {found} rows, but the plan's manifest {self.name} has {self.rows}; build the "
+                "manifest from this data set with 'fcp manifest build', and plan again with 'fcp plan'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,8 +40,7 @@ def resolve_continuation(
         assumptions: recorder of assumptions.
         plan: plan that the run followed.
         first_step: first untrained step.
-        manifest: manifest of the run.
-        length_column: column of the manifest with the planned lengths.
+        manifest, length_column: manifest of the run, and its column of planned lengths.
 
     Raises:
         ManifestError: the manifest is not the run's.

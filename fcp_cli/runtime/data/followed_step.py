@@ -8,7 +8,6 @@ from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata.job_facts import PLANNED_BY_ITSELF, has_no_plan
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.data.cursor import RankStep
 from fcp_cli.runtime.layouts.ring_member import RingMember
@@ -35,16 +34,6 @@ def require_length(found_tokens: int, planned_tokens: int, *, row: int) -> None:
         raise RunError(
             f"row {row} of the data has {found_tokens} tokens but {planned_tokens} in the plan: the plan was made from "
             "another manifest; build it again with 'fcp manifest build' and 'fcp plan'"
-        )
-
-
-def require_rows(found_rows: int, metadata: PlanMetadata) -> None:
-    """Raise RunError if the data has another number of rows than the manifest that the plan was made from."""
-    rows, name = metadata.manifest.rows, metadata.manifest.name
-    if found_rows != rows:
-        raise RunError(
-            f"the data set has {found_rows} rows, but the plan's manifest {name} has {rows}; build the manifest from "
-            "this data set with 'fcp manifest build', and plan again with 'fcp plan'"
         )
 
 

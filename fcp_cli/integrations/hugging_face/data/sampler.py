@@ -21,7 +21,6 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data.batches import one_sequence
 from fcp_cli.plan.file.reader import PlanReader
 from fcp_cli.runtime.data.cursor import orders_of_rank
-from fcp_cli.runtime.data.followed_step import require_rows
 from fcp_cli.runtime.data.loader import Fetch
 from fcp_cli.runtime.session.session import Session
 
@@ -70,7 +69,7 @@ class PlanSampler(Sampler[int]):
                 f"the loader has batch_size {loader.batch_size}, but the plan determines the rows of a micro-batch; "
                 "remove it (1), or set it to None if items are tokens"
             )
-        require_rows(len(loader.dataset), self._session.metadata)  # type: ignore[arg-type]
+        self._session.metadata.manifest.require_rows(len(loader.dataset))  # type: ignore[arg-type]
         has_masks = self._session.metadata.masked_sequences is not None
         read = read or partial(_as_fetched, masked=has_masks)
         is_planned = self._session.source is None
