@@ -62,25 +62,27 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
         backward_slowdown: forward rate of the attention kernel / backward rate.
     """
     backward, precision = backward_of(spec, recipe), precision_of(recipe)
-    again, recomputes = recipe.recompute == "full", recipe.recomputes_matrices
-    kv = precision.activation
-    trained: dict[str, Any] = {"gradient_bytes": max(4, kv), "recompute": again, "reached": backward.layers}
-    sent, alone = (
-        sum(of(spec, kv_bytes=kv, **how) for of in (ring_bytes_per_token, halo_bytes_per_token))
-        for how in (trained, {"gradient_bytes": 0, "reached": 0.0})
+    reruns_forward = recipe.recompute == "full"
+    forward_reruns = int(reruns_forward)
+    kv_bytes = precision.activation
+    training_bytes = _sent_bytes(
+        spec, kv_bytes=kv_bytes, gradient_bytes=max(4, kv_bytes), recompute=reruns_forward, reached=backward.layers
     )
-    hops = messages_per_hop(spec, recompute=again, reached=backward.layers)
-    chunks = (1 + backward.layers * again) * CHUNK_BYTES_FORWARD + backward.layers * CHUNK_BYTES_BACKWARD
+    forward_bytes = _sent_bytes(spec, kv_bytes=kv_bytes, gradient_bytes=0, reached=0.0)
+    # Linear attention sends no keys and values.
+    ring_bytes = forward_bytes / training_bytes if training_bytes else 1.0
+    messages = messages_per_hop(spec, recompute=reruns_forward, reached=backward.layers)
+    chunks = (1 + backward.layers * forward_reruns) * CHUNK_BYTES_FORWARD + backward.layers * CHUNK_BYTES_BACKWARD
     state = State(spec=spec, recipe=recipe, precision=precision, shards=1)
     gathered = state.computed_weight * state.parameters
     scattered = precision.gradient * state.trained if recipe.reduce == "wave" else 0.0
-    attention_backward = ATTENTION_BACKWARD * backward_slowdown + again
+    attention_backward = ATTENTION_BACKWARD * backward_slowdown + forward_reruns
     return ForwardShares(
         attention=1 / (1 + backward.layers * attention_backward),
-        linear=1 / backward.language.total(recomputes=recomputes),
-        ring_bytes=alone / sent if sent else 1.0,  # linear attention sends no keys and values
-        ring_hops=messages_per_hop(spec, reached=0.0) / hops if hops else 1.0,  # 0 if all layers have windows
-        halo_messages=1 / (1 + backward.layers * (2 + again)),
+        linear=1 / backward.language.total(recomputes=recipe.recomputes_matrices),
+        ring_bytes=ring_bytes,
+        ring_hops=messages_per_hop(spec, reached=0.0) / messages if messages else 1.0,  # 0 if all layers have windows
+        halo_messages=1 / (1 + backward.layers * (2 + forward_reruns)),
         chunks=CHUNK_BYTES_FORWARD / chunks,
         vision=1 / backward.vision.total(recomputes=recipe.recomputes_layers),
         vision_pairs=1 / (1 + backward.vision.inputs * attention_backward),
@@ -88,11 +90,17 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
     )
 
 
+def _sent_bytes(spec: ModelSpec, **of_pass: Any) -> float:
+    """Return ring and halo traffic in bytes per token; see `ring_bytes_per_token` for arguments."""
+    return ring_bytes_per_token(spec, **of_pass) + halo_bytes_per_token(spec, **of_pass)
+
+
 def forward_profile(profile: CostProfile) -> CostProfile:
     """Return the forward profile of a training profile; a forward profile is returned unchanged.
 
-    Without a recorded recipe, no recomputation is assumed. For an unknown model, the default model's shares are used,
-    which differ only for adapters and frozen weights. Memory stays that of training, which is larger.
+    Without a recorded recipe, no recomputation is assumed. For an unknown model, the default model's shares are used:
+    shares hardly depend on the model, except with adapters or frozen weights. Memory stays that of training, which is
+    larger.
     """
     if profile.phase == "forward":
         return profile
@@ -101,18 +109,21 @@ def forward_profile(profile: CostProfile) -> CostProfile:
     if levels:
         recipe = replace(recipe, recompute=levels[0].recompute)  # the level of the coefficients
     shares = forward_shares(known_model(profile.model) or load_model(DEFAULT_MODEL), recipe, backward_slowdown=slowdown)
-    ground = profile.common_ground
-    made = replace(
+    common_ground = profile.common_ground
+    if common_ground is not None:
+        coefficients = _scaled_coefficients(common_ground.coefficients, shares)
+        common_ground = replace(common_ground, coefficients=coefficients)
+    forward = replace(
         profile,
-        coefficients=_scaled(_without_elementwise(profile), shares),
-        common_ground=ground and replace(ground, coefficients=_scaled(ground.coefficients, shares)),
+        coefficients=_scaled_coefficients(_without_elementwise(profile), shares),
+        common_ground=common_ground,
         step=StepTerms(
             wave_floor_seconds=profile.step.wave_floor_seconds * shares.wave_floor, lockstep=profile.step.lockstep
         ),
-        heads=profile.heads and _exchanged(profile.heads, shares.ring_hops),
+        heads=profile.heads and _scaled_heads(profile.heads, shares.ring_hops),
         phase="forward",
     )
-    return replace(made, text=dump_cost_profile(made))
+    return replace(forward, text=dump_cost_profile(forward))
 
 
 def backward_slowdown(profile: CostProfile) -> float:
@@ -120,11 +131,11 @@ def backward_slowdown(profile: CostProfile) -> float:
     rate = profile.measurement.get("attention_rate")
     if rate is None:
         return 1.0
-    found = validated(rate, AttentionRate, where="the profile: attention_rate", error=ProfileError)
-    return found.forward / found.backward
+    attention_rate = validated(rate, AttentionRate, where="the profile: attention_rate", error=ProfileError)
+    return attention_rate.forward / attention_rate.backward
 
 
-def _exchanged(heads: Heads, share: float) -> Heads:
+def _scaled_heads(heads: Heads, share: float) -> Heads:
     """Return the all-to-all costs scaled to the forward pass."""
     return replace(
         heads,
@@ -134,7 +145,7 @@ def _exchanged(heads: Heads, share: float) -> Heads:
     )
 
 
-def _scaled(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
+def _scaled_coefficients(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
     return replace(
         coefficients,
         attention_seconds_per_token2=coefficients.attention_seconds_per_token2 * shares.attention,
