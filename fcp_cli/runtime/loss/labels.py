@@ -1,3 +1,3 @@
 """Label constants, without torch."""
 
-IGNORED = -100  # label of a token without a next token to predict; PyTorch's default ignore_index
+IGNORED = -100  # label of a token without loss, such as a prompt's; the default `ignore_index` of PyTorch
