@@ -43,6 +43,8 @@ def visual_sequence(
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
     """Return the embeddings [embeddings, 1, hidden] of this rank's images, or of a blank image if it has none.
 
+    The blank image makes DDP and FSDP hooks run on every rank; its embeddings are not used.
+
     Args:
         model: the `Gemma3Model`.
         parts: parts to encode; unused, since all have the same size.

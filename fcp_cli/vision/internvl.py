@@ -26,19 +26,21 @@ def visual_sequence(
         labels: [tokens], -100 for tokens not trained; None trains every token.
         pixel_values: [tiles, channels, height, width]; a function is called only on the encoding rank.
     """
-    size = config.image_seq_length
+    tokens_per_tile = config.image_seq_length
     return tiled_sequence(
         input_ids,
         labels=labels,
         pixel_values=pixel_values,
         placeholder=config.image_token_id,
-        tokens_per_tile=size,
-        side=round(size**0.5 / config.downsample_ratio),
+        tokens_per_tile=tokens_per_tile,
+        side=round(tokens_per_tile**0.5 / config.downsample_ratio),
     )
 
 
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
     """Return the embeddings [embeddings, 1, hidden] of this rank's tiles, or of a tiny blank tile if it has none.
+
+    The blank tile makes DDP and FSDP hooks run on every rank; its embeddings are not used.
 
     Args:
         model: the `InternVLModel`.
@@ -49,8 +51,8 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
     if pixels is None:
         side = round(1 / model.config.downsample_ratio) * model.config.vision_config.patch_size[0]
         pixels = torch.zeros(1, 3, side, side)
-    found = model.get_image_features(pixels.to(tower.device, tower.dtype), return_dict=True)
-    return found.pooler_output.flatten(0, 1).unsqueeze(1)  # type: ignore[no-any-return]
+    outputs = model.get_image_features(pixels.to(tower.device, tower.dtype), return_dict=True)
+    return outputs.pooler_output.flatten(0, 1).unsqueeze(1)  # type: ignore[no-any-return]
 
 
 def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:

@@ -64,6 +64,8 @@ def visual_sequence(
 def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Tensor:
     """Return the embeddings [embeddings, 1, hidden] of this rank's parts, or of a blank patch if it has none.
 
+    The blank patch makes DDP and FSDP hooks run on every rank; its embeddings are not used.
+
     Args:
         model: the `Qwen2_5_VLModel`.
         parts: the parts to encode.
