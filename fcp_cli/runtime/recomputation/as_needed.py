@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fcp_cli.cost.recompute_levels import RecomputeLevel, layers_by_level, whole_layers
 from fcp_cli.recipe import LayerRecompute
-from fcp_cli.runtime.recomputation.recompute import recomputed, staged_attention
+from fcp_cli.runtime.recomputation.recompute import recomputed, staged_call
 
 
 class LayerLevels:
@@ -77,8 +77,8 @@ class LayerLevels:
 
     @staticmethod
     def attend(compute: Callable[[], Tensor]) -> Tensor:
-        """Return the output of an attention that is not fcp's; kept for backward if its layer keeps attention."""
-        return staged_attention(compute)
+        """Return the output of an attention that is not fcp's, kept if its layer keeps attention."""
+        return staged_call(compute)
 
     @staticmethod
     def recompute_activation(mlp: nn.Module, *, always: bool = False) -> None:

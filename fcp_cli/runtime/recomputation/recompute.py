@@ -10,7 +10,7 @@ only norms, rotary embeddings and activation functions rerun, which take little 
     selective    its inputs, and of attention q, k, v, out and lse         [T, W + 2 H D + 2 G D], lse [T, H]
     elementwise  the same, and the outputs of all matrix products but the last
 
-Attention runs through `staged_attention`; this module is independent of rings.
+Attention and state layers run through `staged_call`; this module does not depend on rings.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ attention_stage: ContextVar[_Stage | None] = ContextVar("attention_stage", defau
 """How attention runs in the layer that is computed now, the first time or again; None for a plain forward."""
 
 
-def staged_attention(compute: Callable[[], Tensor]) -> Tensor:
-    """Return the output of an attention call: computed, or saved by the forward of a layer that is now recomputed."""
+def staged_call(compute: Callable[[], Tensor]) -> Tensor:
+    """Return the output of a call, or the output kept from the first forward if its layer is being recomputed."""
     stage = attention_stage.get()
     return compute() if stage is None else stage.attend(compute)
 

@@ -70,7 +70,7 @@ def attention(
         q, k, v = _autocast(q, k, v)
         return attend_compiled(q, k, v, ring, spec, sinks)
     stage = attention_stage.get()
-    if stage is None:  # as `staged_attention`, inlined: a plain forward must not enter another file here
+    if stage is None:  # as `staged_call` does, but a plain forward enters no other file here
         return _attend(q, k, v, ring, spec, sinks)
     return stage.attend(lambda: _attend(q, k, v, ring, spec, sinks))
 

@@ -22,7 +22,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.row_exchange import Route, exchange, route
 from fcp_cli.runtime.kernels.base import to_device
 from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, ShardLayout
-from fcp_cli.runtime.recomputation.recompute import staged_attention
+from fcp_cli.runtime.recomputation.recompute import staged_call
 from fcp_cli.runtime.ring_attention.ring import Ring
 
 
@@ -74,7 +74,7 @@ def short_convolution(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel
     Returns:
         [1, channels, tokens]
     """
-    return staged_attention(lambda: _compute(convolve, rows, kernel_size, ring))
+    return staged_call(lambda: _compute(convolve, rows, kernel_size, ring))
 
 
 def _compute(convolve: Callable[[Tensor], Tensor], rows: Tensor, kernel_size: int, ring: Ring) -> Tensor:

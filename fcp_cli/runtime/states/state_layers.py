@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.communication.shared_heads import Swapped, UlyssesExchange
 from fcp_cli.runtime.kernels.base import to_device
-from fcp_cli.runtime.recomputation.recompute import staged_attention
+from fcp_cli.runtime.recomputation.recompute import staged_call
 from fcp_cli.runtime.ring_attention.ring import Ring
 from fcp_cli.runtime.states.linear_convolution import begin_layer
 from fcp_cli.runtime.states.linear_states import states_at_chunks
@@ -95,7 +95,7 @@ def run_rule(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
     Returns:
         [1, tokens, H, Dv], like the values.
     """
-    return staged_attention(lambda: _compute(rule, tokens, ring))
+    return staged_call(lambda: _compute(rule, tokens, ring))
 
 
 def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batch) -> tuple[Tensor, Tensor]:
