@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.model import Work
@@ -130,6 +130,8 @@ class Assignment:
 class Solver(Protocol):
     """Planner of one step at a time; the same batch must always give the same answer.
 
+    A strategy that only `fcp compare` runs is a `StepPricer` instead, and one that pads its batches is also `Padded`.
+
     Attributes:
         name: the name in the registry of solvers.
         options: other settings that determine the answers, as JSON values for the plan's metadata.
@@ -159,3 +161,12 @@ class PricedStep:
     seconds: float
     bound_seconds: float
     busy_rank_seconds: float
+
+
+@runtime_checkable
+class StepPricer(Protocol):
+    """Strategy that prices its own execution, which a plan cannot express."""
+
+    def price(self, batch: Batch) -> PricedStep:
+        """Predict one step of the batch."""
+        ...

@@ -18,7 +18,7 @@ from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import StuckError, assemble, step_bound_seconds
 from fcp_cli.planning.baselines.padded import Padded
 from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.problem import Assignment, Batch, PricedStep, Problem
+from fcp_cli.planning.problem import Assignment, Batch, PricedStep, Problem, StepPricer
 from fcp_cli.planning.solvers import DEFAULT, make_solver, strategy
 
 SYNCS: tuple[Sync, ...] = ("microbatch", "iteration")
@@ -32,11 +32,11 @@ class Outcome:
         options: options of the strategy, given or tuned by itself.
         step_seconds: mean predicted step time.
         gap: sum of step times / sum of lower bounds - 1.
-        idle_fraction: idle share of rank-seconds.
-        distinct_groups: distinct groups of degree > 1 over all steps.
-        over_budget: number of micro-batches that exceed the token budget of their ranks.
-        setup_seconds: tuning before the first step.
-        planning_seconds: median per step, which excludes compilation in the first call.
+        idle_fraction: share of rank-seconds in which ranks wait.
+        distinct_groups: groups of degree > 1 over all steps.
+        over_budget: micro-batches with more tokens than their ranks may hold; 0 for a `StepPricer`.
+        setup_seconds: tuning ahead of the first step.
+        planning_seconds: median over the steps; one or two steps include the compilation of the first call.
     """
 
     sync: Sync
@@ -52,7 +52,13 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """A strategy with its outcome per sync, skipping those whose pipelines deadlock, or the reason for having none."""
+    """One strategy.
+
+    Attributes:
+        name: the name of the strategy.
+        outcomes: outcome per sync, except those in which pipelines would deadlock; empty if the strategy was refused.
+        refusal: why there are no outcomes, or "".
+    """
 
     name: str
     outcomes: dict[Sync, Outcome] = field(default_factory=dict)
@@ -60,8 +66,12 @@ class Contender:
 
     @property
     def best(self) -> Outcome | None:
-        """Outcome under the fastest sync, or None; on ties `iteration`, as in the fixed order of recipes."""
-        return min(self.outcomes.values(), key=lambda outcome: (outcome.step_seconds, outcome.sync), default=None)
+        """The outcome under the fastest sync; on ties that of `iteration`, the usual default."""
+        return min(
+            self.outcomes.values(),
+            key=lambda outcome: (outcome.step_seconds, outcome.sync != "iteration"),
+            default=None,
+        )
 
 
 def compare(
@@ -86,16 +96,17 @@ def compare(
         on_step: callback with the strategy's name after each planned step.
     """
     for name in names:
-        together = [[sync] for sync in syncs] if strategy(name).knows_sync else [syncs]
+        # A strategy that ignores sync plans once for all syncs.
+        sync_groups = [[sync] for sync in syncs] if strategy(name).knows_sync else [syncs]
         outcomes: dict[Sync, Outcome] = {}
         refusal = ""
-        for same in together:
+        for group in sync_groups:
             attention = problem.attention if name == DEFAULT else strategy(name).attention
-            of_name = replace(colocated(problem), sync=same[0], attention=attention)
-            batches = GlobalBatches(table, of_name, settings)
+            own_problem = replace(colocated(problem), sync=group[0], attention=attention)
+            batches = GlobalBatches(table, own_problem, settings)
             try:
-                outcomes |= _run(name, batches, same, milp_seconds, on_step)
-            except StuckError as error:  # the other sync may not deadlock
+                outcomes |= _run(name, batches, group, milp_seconds=milp_seconds, on_step=on_step)
+            except StuckError as error:  # the other sync may work
                 refusal = refusal or str(error)
             except (PlanError, PluginError) as error:
                 outcomes, refusal = {}, str(error)
@@ -123,15 +134,16 @@ def encoder_placements(table: LengthTable, problem: Problem, settings: BatchSett
         placements[f"fcp, {problem.encoder_ranks} encode"] = problem
     for name, placed in placements.items():
         batches = GlobalBatches(table, placed, settings)
-        yield Contender(name=name, outcomes=_run("fcp", batches, ["microbatch"], 1.0, None))
+        yield Contender(name=name, outcomes=_run("fcp", batches, ["microbatch"]))
 
 
 def _run(
     name: str,
     batches: GlobalBatches,
     syncs: Sequence[Sync],
-    milp_seconds: float,
-    on_step: Callable[[str], None] | None,
+    *,
+    milp_seconds: float | None = None,
+    on_step: Callable[[str], None] | None = None,
 ) -> dict[Sync, Outcome]:
     """Plan all batches under the first of `syncs`, and price the same micro-batches under each of them."""
     started = time.perf_counter()
@@ -142,15 +154,14 @@ def _run(
     planning_seconds = []
     for batch in batches:
         started = time.perf_counter()
-        price = getattr(solver, "price", None)
-        answer = solver.assign(batch) if price is None else price(batch)
+        answer = solver.price(batch) if isinstance(solver, StepPricer) else solver.assign(batch)
         planning_seconds.append(time.perf_counter() - started)
-        runs = solver.padded(batch) if isinstance(solver, Padded) else batch
+        batch_as_run = solver.padded(batch) if isinstance(solver, Padded) else batch
         for tally in tallies.values():
             if isinstance(answer, PricedStep):
                 tally.add_priced(answer)
             else:
-                tally.add(answer, batch, runs)
+                tally.add(answer, batch, batch_as_run)
             if on_step is not None:
                 on_step(name)
     return {
@@ -185,11 +196,11 @@ class _Tally:
         self.summary.bound_seconds += step.bound_seconds
         self.summary.busy_rank_seconds += step.busy_rank_seconds
 
-    def add(self, assignment: Assignment, batch: Batch, runs: Batch) -> None:
-        """Add a step that executes `runs`, the possibly padded `batch`, with the lower bound of `batch`."""
+    def add(self, assignment: Assignment, batch: Batch, batch_as_run: Batch) -> None:
+        """Add a step whose sequences run as in `batch_as_run`, against the lower bound of the batch itself."""
         if self._problem.sync == "iteration":
             assignment = replace(assignment, wave=np.full_like(assignment.wave, -1))
-        step = assemble(assignment, runs, self._problem, step_bound_seconds(batch, self._problem))
+        step = assemble(assignment, batch_as_run, self._problem, step_bound_seconds(batch, self._problem))
         self.summary.add(step)
         # Counted from the planned step, not from the strategy's own claims.
         held = held_tokens(step, self._problem.padding_multiple)
