@@ -27,24 +27,24 @@ def node_argv(job: Job, *, node_rank: int | str = 0) -> list[str]:
 
 
 def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
-    """Return the torchrun argv; the rendezvous is at master_addr:master_port, or a free port on a single node."""
-    meeting = ["--standalone"]
+    """Return the torchrun command; a single node uses a free port, several meet at master_addr:master_port."""
+    options = ["--standalone"]
     if job.num_nodes > 1:
-        meeting = [
+        options = [
             f"--nnodes={job.num_nodes}",
             f"--node-rank={node_rank}",
             f"--master-addr={job.master_addr}",
             f"--master-port={job.master_port}",
         ]
         if job.join_timeout_seconds is not None:
-            # A unique id keeps a node that reaches another job's store from joining that job.
-            name = f"{job.run_dir.name}-{job.metadata.plan_hash[:12]}"
-            meeting += [f"--rdzv-conf=timeout={job.join_timeout_seconds}", f"--rdzv-id={name}"]
+            # A name of this job: a node that finds the store of another job waits there, and joins none of its ranks.
+            rdzv_id = f"{job.run_dir.name}-{job.metadata.plan_hash[:12]}"
+            options += [f"--rdzv-conf=timeout={job.join_timeout_seconds}", f"--rdzv-id={rdzv_id}"]
     if job.numa_binding is not None:
-        meeting += [f"--numa-binding={job.numa_binding}"]
+        options += [f"--numa-binding={job.numa_binding}"]
     if job.log_dir is not None:
-        meeting += [f"--log-dir={job.log_dir}", "--redirects=3"]
-    launcher = torchrun_argv(job.processes_per_node, python=job.python, options=meeting)
+        options += [f"--log-dir={job.log_dir}", "--redirects=3"]
+    launcher = torchrun_argv(job.processes_per_node, python=job.python, options=options)
     return [*launcher, *job.program, *job.arguments]
 
 
@@ -54,6 +54,7 @@ def _msrun_argv(job: Job, node_rank: int | str) -> list[str]:
     if job.is_bundled:  # a user's program already has the entry point, or needs none (MindSpore)
         entry, arguments = through_entry(program)
         program = [*entry, *arguments]
+    join_timeout = CLUSTER_TIME_OUT_SECONDS if job.join_timeout_seconds is None else job.join_timeout_seconds
     return [
         "msrun",
         f"--worker_num={job.num_nodes * job.processes_per_node}",
@@ -63,7 +64,7 @@ def _msrun_argv(job: Job, node_rank: int | str) -> list[str]:
         f"--master_port={job.master_port}",
         f"--log_dir={job.log_dir or job.paths.logs / f'msrun-node{node_rank}'}",
         "--join=True",
-        f"--cluster_time_out={job.join_timeout_seconds or CLUSTER_TIME_OUT_SECONDS}",
+        f"--cluster_time_out={join_timeout}",
         "--tail_worker_log=0",
         interpreter_name(job.python),
         *program,
