@@ -38,47 +38,47 @@ def hook_fit_loop(fit_loop: ModuleType) -> None:
     found = f"Lightning {importlib.import_module(package).__version__}"
     for module, wanted in ((fit_loop, RELIED_ON), (automatic, RELIED_ON_OF_STEPS)):
         require_all(module, wanted, package="lightning", found=found, versions=KNOWN_TO_WORK)
-    _hook_loader(fit_loop)
+    _hook_loader_and_teardown(fit_loop)
     _hook_steps(automatic)
 
 
-def _hook_loader(fit_loop: Any) -> None:
-    process, end = fit_loop._process_dataloader, fit_loop._FitLoop.teardown
+def _hook_loader_and_teardown(fit_loop: Any) -> None:
+    process_dataloader, end_fit = fit_loop._process_dataloader, fit_loop._FitLoop.teardown
 
-    # fcp's runtime is imported on use, since Lightning's own import is not finished here.
-    @wraps(process)
+    @wraps(process_dataloader)
     def _process_dataloader(trainer: Any, trainer_fn: Any, stage: Any, dataloader: Any) -> Any:
-        own = process(trainer, trainer_fn, stage, dataloader)
+        own_loader = process_dataloader(trainer, trainer_fn, stage, dataloader)
         if not trainer.lightning_module.automatic_optimization:
-            return own
+            return own_loader
+        # The runtime is imported when a trainer is used: Lightning is still being imported when it is hooked.
         from fcp_cli.integrations.lightning.fit import LightningFit
 
         if _FIT not in vars(trainer):
-            setattr(trainer, _FIT, LightningFit(trainer, own))
+            setattr(trainer, _FIT, LightningFit(trainer, own_loader))
         else:
-            getattr(trainer, _FIT).follow(own)
+            getattr(trainer, _FIT).follow(own_loader)
         return getattr(trainer, _FIT).loader()
 
-    @wraps(end)
+    @wraps(end_fit)
     def teardown(self: Any) -> None:
         fit = vars(self.trainer).pop(_FIT, None)
         if fit is not None:
             fit.close()
-        end(self)
+        end_fit(self)
 
     fit_loop._process_dataloader = _process_dataloader
     fit_loop._FitLoop.teardown = teardown
 
 
 def _hook_steps(automatic: Any) -> None:
-    kind = automatic._AutomaticOptimization
-    make = kind._make_closure
+    loop_class = automatic._AutomaticOptimization
+    make_closure = loop_class._make_closure
 
-    @wraps(make)
+    @wraps(make_closure)
     def _make_closure(self: Any, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         fit = vars(self.trainer).get(_FIT)
         if fit is None:
-            return make(self, kwargs, optimizer, batch_idx)
+            return make_closure(self, kwargs, optimizer, batch_idx)
         fit.begin()
         zero_grad, backward = self._make_zero_grad_fn(batch_idx, optimizer), self._make_backward_fn(optimizer)
 
@@ -95,4 +95,4 @@ def _hook_steps(automatic: Any) -> None:
 
         return automatic.Closure(step_fn=run, backward_fn=None, zero_grad_fn=None)
 
-    kind._make_closure = _make_closure
+    loop_class._make_closure = _make_closure
