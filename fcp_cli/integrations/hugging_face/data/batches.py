@@ -31,7 +31,7 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
         masked: whether the plan uses masks; if not, token types that define one are rejected.
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise RunError(f"the data collator makes of row {row} no dictionary with input_ids, which a plan follows")
+        raise RunError(f"for row {row} the data collator returns no dictionary with input_ids; a plan needs one")
     known = ("input_ids", "labels", *(_TYPES if masked else ()))
     foreign = [name for name in batch if name not in known and not _is_redundant(name, batch[name])]
     if foreign:
@@ -47,39 +47,42 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
     tokens, labels = (torch.as_tensor(batch[name]) for name in ("input_ids", "labels"))
     if tokens.dim() != 2 or len(tokens) != 1 or labels.shape != tokens.shape:
         raise RunError(
-            f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)} and labels of "
+            f"for row {row} the data collator returns input_ids of shape {tuple(tokens.shape)} and labels of "
             f"{tuple(labels.shape)}; a row must be one sequence, [1, tokens] each"
         )
-    kept = unpadded(batch, row)
+    span = unpadded_slice(batch, row)
     positions = batch.get("position_ids")
     if positions is not None:
-        own = torch.as_tensor(positions)[..., kept]
-        if not bool((own == torch.arange(own.shape[-1], dtype=own.dtype)).all()):
+        row_positions = torch.as_tensor(positions)[..., span]
+        if not bool((row_positions == torch.arange(row_positions.shape[-1], dtype=row_positions.dtype)).all()):
             raise RunError(
                 f"row {row} of the training data holds several sequences (its position_ids start again); leave packing "
                 "off: the plan packs"
             )
-    mask = _mask_of(batch, kept, row) if masked or _is_matrix(batch.get("attention_mask")) else None
+    mask = _mask_of(batch, span, row) if masked or _is_explicit_mask(batch.get("attention_mask")) else None
     if mask is None:
-        return tokens[0][kept], labels[0][kept]
-    return MaskedSequence(tokens=tokens[0][kept], labels=labels[0][kept], mask=mask)
+        return tokens[0][span], labels[0][span]
+    return MaskedSequence(tokens=tokens[0][span], labels=labels[0][span], mask=mask)
 
 
 def one_pair(batch: Any, row: int) -> JoinedSequences:
     """Return the chosen and the rejected sequence in a batch of one pair, with TRL's `completion_mask` or labels."""
-    answers = "labels" if isinstance(batch, Mapping) and "labels" in batch else "completion_mask"
-    names = ("input_ids", "attention_mask", answers)
+    answer_column = "labels" if isinstance(batch, Mapping) and "labels" in batch else "completion_mask"
+    names = ("input_ids", "attention_mask", answer_column)
     if not isinstance(batch, Mapping) or any(name not in batch for name in names):
-        raise RunError(f"the data collator makes of row {row} no pair with {', '.join(names)}, which a plan follows")
-    tokens, mask, learned = (torch.as_tensor(batch[name]) for name in names)
-    if answers == "labels":
-        learned = learned != IGNORED
+        raise RunError(f"for row {row} the data collator returns no pair with {', '.join(names)}; a plan needs one")
+    tokens, mask, is_answer = (torch.as_tensor(batch[name]) for name in names)
+    if answer_column == "labels":
+        is_answer = is_answer != IGNORED
     if tokens.dim() != 2 or len(tokens) != 2:
-        raise RunError(f"the data collator makes of row {row} input_ids of shape {tuple(tokens.shape)}, not of a pair")
-    kept = [own.nonzero().flatten() for own in mask]
-    ids = [own[at] for own, at in zip(tokens, kept, strict=True)]
+        raise RunError(
+            f"for row {row} the data collator returns input_ids of shape {tuple(tokens.shape)}, not of a pair"
+        )
+    kept_indices = [mask_row.nonzero().flatten() for mask_row in mask]
+    ids = [token_row[kept] for token_row, kept in zip(tokens, kept_indices, strict=True)]
     labels = [
-        own[at].masked_fill(answer[at] == 0, IGNORED) for own, at, answer in zip(tokens, kept, learned, strict=True)
+        token_row[kept].masked_fill(answer_row[kept] == 0, IGNORED)
+        for token_row, kept, answer_row in zip(tokens, kept_indices, is_answer, strict=True)
     ]
     return JoinedSequences(tokens=torch.cat(ids), labels=torch.cat(labels), lengths=(len(ids[0]), len(ids[1])))
 
@@ -90,17 +93,17 @@ def _is_redundant(name: Any, value: Any) -> bool:
     return name in _REDUNDANT or str(name).startswith(_REDUNDANT_PREFIXES) or value is None
 
 
-def _is_matrix(mask: Any) -> bool:
+def _is_explicit_mask(mask: Any) -> bool:
     """Return whether an attention mask defines more than padding."""
     return isinstance(mask, Mapping) or (mask is not None and torch.as_tensor(mask).dim() == 4)
 
 
-def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
+def _mask_of(batch: Mapping[Any, Any], span: slice, row: int) -> Mask | None:
     """Return the attention mask of a batch, or None if it has none."""
     given = batch.get("attention_mask")
-    if not _is_matrix(given):
+    if not _is_explicit_mask(given):
         types = next((batch[name] for name in _TYPES if batch.get(name) is not None), None)
-        return None if types is None else token_types(torch.as_tensor(types)[0][kept].tolist())
+        return None if types is None else token_types(torch.as_tensor(types)[0][span].tolist())
     # If layer types have different masks, the full-attention layers define the mask.
     name = "full_attention"
     if isinstance(given, Mapping) and name not in given:
@@ -117,15 +120,15 @@ def _mask_of(batch: Mapping[Any, Any], kept: slice, row: int) -> Mask | None:
         )
     seen = matrix[0, 0] if matrix.dtype == torch.bool else matrix[0, 0] == 0
     try:
-        return of_matrix(seen[kept, kept].numpy())
+        return of_matrix(seen[span, span].numpy())
     except MaskError as error:
         raise RunError(f"the attention mask of row {row} cannot be followed: {error}; give spans, or none") from error
 
 
-def unpadded(batch: Mapping[Any, Any], row: int) -> slice:
-    """Return the slice of the sequence without padding, in a batch of one; raise RunError if it has gaps."""
+def unpadded_slice(batch: Mapping[Any, Any], row: int) -> slice:
+    """Return the slice of the sequence between its padding, in a batch of one."""
     mask = batch.get("attention_mask")
-    if mask is None or _is_matrix(mask):
+    if mask is None or _is_explicit_mask(mask):
         return slice(0, torch.as_tensor(batch["input_ids"]).shape[1])
     kept = torch.as_tensor(mask)[0].nonzero().flatten()
     if not len(kept) or int(kept[-1] - kept[0]) + 1 != len(kept):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.data.batches import one_pair, one_sequence, unpadded
+from fcp_cli.integrations.hugging_face.data.batches import one_pair, one_sequence, unpadded_slice
 from fcp_cli.masks import CAUSAL, Mask, MaskedSequence
 from fcp_cli.runtime.data.joined_sequences import JoinedSequences
 from fcp_cli.vision.families import FAMILIES
@@ -87,8 +87,8 @@ def size_of_row(batch: Any, row: int, *, pairs: bool = False, config: Any = None
 def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -> Collated:
     has_masks = has_masks_of_types(config)
     types = None if has_masks else batch.get("mm_token_type_ids")
-    kept = unpadded(batch, row)
-    ids = torch.as_tensor(batch["input_ids"])[0][kept].numpy()
+    span = unpadded_slice(batch, row)
+    ids = torch.as_tensor(batch["input_ids"])[0][span].numpy()
     is_placeholder = np.isin(ids, [config.image_token_id, getattr(config, "video_token_id", config.image_token_id)])
     is_visual = bool(is_placeholder.any())
     family: Any = FAMILIES[config.model_type]
@@ -105,7 +105,7 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
     found = one_sequence({name: value for name, value in batch.items() if name not in taken}, row, masked=masked)
     if not is_visual:  # some collators add a blank image to the padding of text-only rows
         return found
-    if types is not None and not np.array_equal(torch.as_tensor(types)[0][kept].numpy() > 0, is_placeholder):
+    if types is not None and not np.array_equal(torch.as_tensor(types)[0][span].numpy() > 0, is_placeholder):
         raise RunError(
             f"the mm_token_type_ids of row {row} of the training data mark other tokens as images than its "
             "placeholders; let the collator return those of the processor"
@@ -116,17 +116,17 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
         made: VisualSequence = family.visual_sequence(config, tokens, labels=labels, **pictures)
     except RunError as error:
         raise RunError(f"row {row} of the training data: {error}") from error
-    _require_positions(batch.get("position_ids"), made, kept, row)
+    _require_positions(batch.get("position_ids"), made, span, row)
     # Like transformers, apply no image mask in sliding windows unless the batch has token types.
     of_images = made.mask if made.mask.plans_as_causal and types is not None else CAUSAL
     return replace(made, mask=found.mask if isinstance(found, MaskedSequence) else of_images)
 
 
-def _require_positions(given: Any, made: VisualSequence, kept: slice, row: int) -> None:
-    """Raise RunError if the collator's positions differ from the model's own, which are used under a plan."""
+def _require_positions(given: Any, made: VisualSequence, span: slice, row: int) -> None:
+    """Raise RunError if the collator's positions differ from those that the model computes, which a plan uses."""
     if given is None:
         return
-    own = torch.as_tensor(given)[..., kept].flatten(0, -2)[-3:].numpy()  # some collators put the text positions first
+    own = torch.as_tensor(given)[..., span].flatten(0, -2)[-3:].numpy()  # some collators put the text positions first
     counted = np.arange(own.shape[-1]) if made.position_ids is None else made.position_ids
     if own.shape[-2:] != np.broadcast_shapes(own.shape, counted.shape) or (own != counted).any():
         raise RunError(
