@@ -231,7 +231,7 @@ def check_recipe(recipe: Recipe, *, sync: str) -> None:
     if recipe.offload == "activations" and recipe.recompute == "as-needed":
         raise UsageError(
             "--offload activations moves the inputs of all layers, and --recompute is as-needed; add --recompute full, "
-            "or leave --offload out"
+            "or remove --offload"
         )
     if recipe.offload == "activations" and not recipe.recomputes_layers:
         raise UsageError(

@@ -23,7 +23,7 @@ def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -
     if request.plan is not None:
         raise UsageError("--plan is followed, --online makes one in the run directory; give one of them")
     if target != LOCAL:
-        raise UsageError(f"--online starts a job from here; leave --target {target} out, or start it on each node")
+        raise UsageError(f"--online starts a job from here; remove --target {target}, or start it on each node")
     if request.model is None and request.profile is None and not FOLDER_PROFILE.is_file():
         raise UsageError(
             "--online prices steps before the script has made its model: name it with --model NAME|FILE|FOLDER, or "

@@ -278,7 +278,7 @@ FINDINGS = snapshot(
         "the port is one of HCCL's": "error: --master-port 29500 is one of HCCL's own: HCCL_IF_BASE_PORT=29490 takes 16 ports; give a --master-port outside 29490 to 29505",
         "a host is listed twice": "error: 10.0.0.1 is listed 2 times among the hosts; name each node once",
         "fewer hosts than nodes": "error: 1 hosts are listed for 2 nodes; list each node once",
-        "node 0 is not the first host": "error: --master-addr 10.0.0.1 is not the first of the hosts, 10.0.0.2; leave --master-addr out, or list node 0 first",
+        "node 0 is not the first host": "error: --master-addr 10.0.0.1 is not the first of the hosts, 10.0.0.2; remove --master-addr, or list node 0 first",
         "this machine is none of the hosts": "error: this machine, node-a, is none of the hosts (10.0.0.1, 10.0.0.2); list its address",
         "this machine is another host of the list": "error: --node-rank is 1, but this machine, node-a, is host 0 of the list; give --node-rank 0",
         "an interface that this node lacks": (
@@ -309,7 +309,7 @@ FINDINGS = snapshot(
         "a Megatron script with settings of its own": (
             "error: the script has --global-batch-size 96, but plan.parquet was made for 8; plan with --global-batch-size 96, or launch the script with the plan's\n"
             "error: the script has --train-iters 5000, but plan.parquet ends after 20 steps; plan more with 'fcp plan --epochs', or launch the script with --train-iters 20\n"
-            "error: --rampup-batch-size changes the global batch, which the plan has made; leave it out\n"
+            "error: --rampup-batch-size changes the global batch, which the plan has made; remove it\n"
             "error: --dataloader-type cyclic draws samples at random, and the plan names them; use single\n"
             "error: the script has --context-parallel-size 2, but the plan makes the groups; use --context-parallel-size 1\n"
             "error: --attention-dropout 0.1 cannot be repeated by a ring; use --attention-dropout 0\n"

@@ -64,7 +64,7 @@ def test_a_script_with_the_plans_recipe_or_an_unknown_one_is_not_warned(script: 
             f"{ASKED} {ZERO_1}",
             {"zero_stage": 3, "loss": "chunked", "precision": "fp32"},
             snapshot(
-                "warning: pretrain_gpt.py has ZeRO-1, bf16, plain loss, but plan.parquet was made for ZeRO-3, fp32, chunked loss: memory and times ...; give it --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params and leave --bf16 out, and plan with:"
+                "warning: pretrain_gpt.py has ZeRO-1, bf16, plain loss, but plan.parquet was made for ZeRO-3, fp32, chunked loss: memory and times ...; give it --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params and remove --bf16, and plan with:"
             ),
         ),
         (
@@ -78,7 +78,7 @@ def test_a_script_with_the_plans_recipe_or_an_unknown_one_is_not_warned(script: 
             f"{ASKED} {ZERO_1} --recompute-granularity=selective",
             {},
             snapshot(
-                "warning: pretrain_gpt.py has recomputation of core_attn alone, but plan.parquet was made for no recomputation: memory and times ...; leave --recompute-granularity selective out"
+                "warning: pretrain_gpt.py has recomputation of core_attn alone, but plan.parquet was made for no recomputation: memory and times ...; remove --recompute-granularity selective"
             ),
         ),
         (
@@ -99,28 +99,28 @@ def test_a_script_with_the_plans_recipe_or_an_unknown_one_is_not_warned(script: 
             f"{ASKED} {ZERO_1} --optimizer-cpu-offload --cpu-offloading",
             {},
             snapshot(
-                "warning: pretrain_gpt.py has an offloaded optimizer, offloaded activations, but plan.parquet was made for an optimizer on the device, activations on the device: memory and times ...; leave --optimizer-cpu-offload and --cpu-offloading out"
+                "warning: pretrain_gpt.py has an offloaded optimizer, offloaded activations, but plan.parquet was made for an optimizer on the device, activations on the device: memory and times ...; remove --optimizer-cpu-offload and --cpu-offloading"
             ),
         ),
         (
             "train.py --use-distributed-optimizer",
             {"zero_stage": 0, "recompute": "full"},
             snapshot(
-                "warning: train.py has ZeRO-1, but plan.parquet was made for ZeRO-0: memory and times ...; leave --use-distributed-optimizer out, or plan with:"
+                "warning: train.py has ZeRO-1, but plan.parquet was made for ZeRO-0: memory and times ...; remove --use-distributed-optimizer, or plan with:"
             ),
         ),
         (
             "train.py --train-iters 0 --fp16",
             {"precision": "fp32"},
             snapshot(
-                "warning: train.py has fp16, but plan.parquet was made for fp32: memory and times ...; leave --fp16 out, or plan with:"
+                "warning: train.py has fp16, but plan.parquet was made for fp32: memory and times ...; remove --fp16, or plan with:"
             ),
         ),
         (
             f"{ASKED} {ZERO_1} {FULL} 1",
             {"recompute": "as-needed"},
             snapshot(
-                "error: plan.parquet recomputes layers as needed, but the script recomputes them by itself; leave --recompute-granularity full out"
+                "error: plan.parquet recomputes layers as needed, but the script recomputes them by itself; remove --recompute-granularity full"
             ),
         ),
     ],

@@ -157,13 +157,13 @@ def refused(message: str) -> Iterator[None]:
 def test_settings_that_the_plan_was_not_priced_for_are_refused() -> None:
     with refused(
         snapshot(
-            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --recompute none, which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute none --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --recompute none, which needs X of 80.0 GB for 16,384 tokens a rank; remove it, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute none --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
         )
     ):
         check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", recompute="none"))
     with refused(
         snapshot(
-            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --zero 2, --precision amp, which needs X of 80.0 GB for 16,384 tokens a rank; leave them out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 2 --precision amp --recompute selective --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+            "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --zero 2, --precision amp, which needs X of 80.0 GB for 16,384 tokens a rank; remove them, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 2 --precision amp --recompute selective --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
         )
     ):
         check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", zero="2", precision="amp"))
@@ -176,21 +176,21 @@ def test_settings_that_the_plan_was_not_priced_for_are_refused() -> None:
             {},
             {"lora": "r=8"},
             snapshot(
-                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --lora r=8, which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute selective --lora r=8 --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, not for --lora r=8, which needs X of 80.0 GB for 16,384 tokens a rank; remove it, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute selective --lora r=8 --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
             ),
         ),
         (
             {"lora": "r=8"},
             {"lora": "r=16"},
             snapshot(
-                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --lora r=16, which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute selective --lora r=16 --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --lora r=16, which needs X of 80.0 GB for 16,384 tokens a rank; remove it, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute selective --lora r=16 --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
             ),
         ),
         (
             {"lora": "r=8"},
             {"freeze": "layers.[0-3].*"},
             snapshot(
-                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --freeze 'layers.[0-3].*', which needs X of 80.0 GB for 16,384 tokens a rank; leave it out, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute selective --freeze 'layers.[0-3].*' --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
+                "plan.parquet was priced for ZeRO-3, bf16, selective recomputation, chunked loss, LoRA r=8, not for --freeze 'layers.[0-3].*', which needs X of 80.0 GB for 16,384 tokens a rank; remove it, or plan with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 16384 --sync microbatch --global-batch-size 8 --no-shuffle --solver test --zero 3 --precision bf16 --recompute selective --freeze 'layers.[0-3].*' --model qwen3-8b --cluster example-8x8 -o plan-2.parquet"
             ),
         ),
     ],
@@ -207,7 +207,7 @@ def test_what_the_plan_was_not_priced_to_train_is_refused_on_cpus_too() -> None:
     rehearsal = on_cpu("qwen3-tiny", 32 * 10**9, metadata=plan_metadata(num_ranks=4, sync="microbatch", recipe=PLANNED))
     check_recipe_of_plan(rehearsal, settings_of("qwen3-tiny", zero="0", precision="fp32"))
     with pytest.raises(
-        UsageError, match=r"chunked loss, not for --lora r=8; leave it out, or .* --precision bf16 .* --lora r=8 "
+        UsageError, match=r"chunked loss, not for --lora r=8; remove it, or .* --precision bf16 .* --lora r=8 "
     ):
         check_recipe_of_plan(rehearsal, settings_of("qwen3-tiny", lora="r=8"))
 
@@ -215,7 +215,7 @@ def test_what_the_plan_was_not_priced_to_train_is_refused_on_cpus_too() -> None:
 def test_a_run_goes_on_to_train_what_it_did() -> None:
     with refused(
         snapshot(
-            "run was planned for ZeRO-3, bf16, selective recomputation, chunked loss, and the trained weights cannot change within a run; leave --lora out"
+            "run was planned for ZeRO-3, bf16, selective recomputation, chunked loss, and the trained weights cannot change within a run; remove --lora"
         )
     ):
         check_recipe_of_plan(on_gpus(), settings_of("qwen3-8b", lora="r=8", resume=True))

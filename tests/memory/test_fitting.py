@@ -189,7 +189,7 @@ def test_ranks_of_several_devices_recompute_as_needed_if_asked_to() -> None:
 def test_what_contradicts_itself_is_one_line() -> None:
     with raises(
         snapshot(
-            "UsageError: --offload activations moves the inputs of all layers, and --recompute is as-needed; add --recompute full, or leave --offload out"
+            "UsageError: --offload activations moves the inputs of all layers, and --recompute is as-needed; add --recompute full, or remove --offload"
         )
     ):
         fit(recompute="as-needed", offload="activations")

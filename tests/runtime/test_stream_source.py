@@ -264,8 +264,8 @@ def rows(rank: int, *, odd: int | None = None, short: bool = False) -> list[dict
         (
             lambda rank: [(0, 5), (1, 401)],
             {"global_batch_size": 1},
-            "sequence 1 of the stream has 401 tokens; 4 ranks of 100 tokens hold at most 400; leave it out of the stream, "
-            "cut it, or plan with more tokens_per_rank or ranks",
+            "sequence 1 of the stream has 401 tokens; 4 ranks of 100 tokens hold at most 400; drop it from the stream, "
+            "truncate it, or plan with more tokens_per_rank or ranks",
         ),
         (lambda rank: [[(0, 5)], []], {}, "batch 1 of the stream is empty; a step needs a sequence"),
         (lambda rank: [], {}, "the stream ended before its first sequence; a run needs a step to train"),

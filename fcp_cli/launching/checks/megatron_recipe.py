@@ -51,8 +51,8 @@ def recipe_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     granularity = _granularity(words)
     if recipe.recompute == "as-needed" and granularity is not None:
         yield error(
-            f"{job.plan} recomputes layers as needed, but the script recomputes them by itself; leave "
-            f"--recompute-granularity {granularity} out"
+            f"{job.plan} recomputes layers as needed, but the script recomputes them by itself; "
+            f"remove --recompute-granularity {granularity}"
         )
         recipe = replace(recipe, recompute="none")
         words = tuple(word for word in words if not word.startswith("--recompute"))
@@ -180,7 +180,7 @@ def _remedy(job: Job, found: Sequence[_Difference]) -> str:
 def _changed_script(found: Sequence[_Difference]) -> str:
     added = " ".join(one.added for one in found if one.added)
     dropped = " and ".join(one.dropped for one in found if one.dropped)
-    steps = ([f"give it {added}"] if added else []) + ([f"leave {dropped} out"] if dropped else [])
+    steps = ([f"give it {added}"] if added else []) + ([f"remove {dropped}"] if dropped else [])
     return " and ".join(steps)
 
 

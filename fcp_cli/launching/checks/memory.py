@@ -283,7 +283,7 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(kept))
         raise UsageError(
             f"{settings.run_dir} was planned for {planned.describe()}, and the trained weights cannot change within a "
-            f"run; leave {flags} out"
+            f"run; remove {flags}"
         )
     changed = [words for name in differing if (words := flag_words(name, getattr(asked, name)))]
     need = job_memory(job, Facts())
@@ -300,7 +300,7 @@ def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
         again = plan_again(metadata, job.plan, recipe=asked, changes=model)
     raise UsageError(
         f"{job.plan} was priced for {planned.describe()}, not for {', '.join(map(shlex.join, changed))}{needs}; "
-        f"leave {'it' if len(changed) == 1 else 'them'} out, or plan with: {again}"
+        f"remove {'it' if len(changed) == 1 else 'them'}, or plan with: {again}"
     )
 
 

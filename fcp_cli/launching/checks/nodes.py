@@ -82,7 +82,7 @@ def hosts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         yield error(f"{len(job.hosts)} hosts are listed for {job.num_nodes} nodes; list each node once")
     if job.master_addr and job.master_addr != job.hosts[0]:
         yield error(
-            f"--master-addr {job.master_addr} is not the first of the hosts, {job.hosts[0]}; leave --master-addr out, "
+            f"--master-addr {job.master_addr} is not the first of the hosts, {job.hosts[0]}; remove --master-addr, "
             "or list node 0 first"
         )
     if job.node_rank is not None and not facts.hosts_here:

@@ -50,7 +50,7 @@ def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
     if steps is not None and steps > metadata.end_step:
         raise RunError(
             f"--steps is {steps}, but {plan} ends after {metadata.end_step}; plan more with 'fcp plan --epochs', or "
-            "leave --steps out"
+            "remove --steps"
         )
 
 

@@ -138,7 +138,7 @@ def _megatron_arguments(job: Job) -> Iterator[LaunchFinding]:
             f"plan more with 'fcp plan --epochs', or launch the script with --train-iters {metadata.end_step}"
         )
     if argument(job.arguments, "--rampup-batch-size") is not None:
-        yield error("--rampup-batch-size changes the global batch, which the plan has made; leave it out")
+        yield error("--rampup-batch-size changes the global batch, which the plan has made; remove it")
     if argument(job.arguments, "--dataloader-type") == "cyclic":
         yield error("--dataloader-type cyclic draws samples at random, and the plan names them; use single")
     degree = _number(argument(job.arguments, "--context-parallel-size"))

@@ -96,5 +96,5 @@ def become(argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
     except OSError as error:
         raise RunError(
             f"cannot start {argv[0]}: {error.strerror}; --inject env runs a command that starts the ranks "
-            "itself, like 'bash train.sh' or 'torchrun ...'; leave it out for a Python script"
+            "itself, like 'bash train.sh' or 'torchrun ...'; remove it for a Python script"
         ) from error

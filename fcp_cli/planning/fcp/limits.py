@@ -83,8 +83,8 @@ def _require_no_long(batches: GlobalBatches) -> None:
     if longest > held:
         raise UsageError(
             f"--max-degree 1 forbids rings, but a sequence has {longest} tokens and a rank holds {held}; "
-            f"leave longer ones out with --max-length {held} --overlong drop (truncate cuts them), hold them with "
-            f"--tokens-per-rank {longest}, or leave --max-degree out"
+            f"drop longer ones with --max-length {held} --overlong drop (truncate cuts them), hold them with "
+            f"--tokens-per-rank {longest}, or remove --max-degree"
         )
 
 

@@ -79,5 +79,5 @@ class StreamPlanner:
             most = tokens if without_rings else ranks * tokens
             raise OverlongError(
                 f"sequence {first_sequence + int(lengths.argmax())} of the stream has {longest} tokens; {holds} "
-                f"at most {most}; leave it out of the stream, cut it, or plan with more tokens_per_rank or ranks"
+                f"at most {most}; drop it from the stream, truncate it, or plan with more tokens_per_rank or ranks"
             )

@@ -82,7 +82,7 @@ def _require_known(args: Any, sample_is_multimodal: Sequence[bool] | None) -> No
     if not args.use_dynamic_batch_size or args.max_tokens_per_gpu is None:
         raise UsageError("micro-batches of a fixed size leave nothing to plan; add --use-dynamic-batch-size")
     if getattr(args, "global_batch_tokens", None) is not None:
-        raise UsageError("steps by tokens are not known here; leave global_batch_tokens out")
+        raise UsageError("steps by tokens are not known here; remove global_batch_tokens")
     separates = getattr(args, "multimodal_aware_packing", "off") != "off"
     if separates and sample_is_multimodal is not None and any(sample_is_multimodal):
         raise UsageError("packing that separates images from text is unsupported; set multimodal_aware_packing to off")

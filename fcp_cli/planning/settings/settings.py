@@ -117,9 +117,7 @@ def _table(request: PlanRequest) -> tuple[LengthTable, Mixture | None]:
     """Read the manifest, or the manifests of a mixture."""
     if request.mix:
         if request.manifest is not None:
-            raise UsageError(
-                f"--mix names its manifests; leave {request.manifest} out, or add --mix {request.manifest}:1"
-            )
+            raise UsageError(f"--mix names its manifests; remove {request.manifest}, or add --mix {request.manifest}:1")
         if request.global_batch_tokens is not None:
             raise UsageError(
                 "--mix counts sequences of a step, which --global-batch-tokens does not fix; give --global-batch-size"
@@ -146,7 +144,7 @@ def _batching(request: PlanRequest) -> Batching | None:
         raise UsageError("--global-batch-tokens and --global-batch-size both say what a step trains; give one of them")
     for flag, given in (("--epochs", request.epochs > 1), ("--last-batch drop", request.last_batch == "drop")):
         if given:
-            raise UsageError(f"--global-batch-tokens plans one epoch and all of it; leave {flag} out")
+            raise UsageError(f"--global-batch-tokens plans one epoch and all of it; remove {flag}")
     return Batching(by="tokens", tokens=request.global_batch_tokens)
 
 

@@ -3,7 +3,7 @@
 #
 #   bash node.sh [K]
 #
-# K is the node's number, from 0. Without it, it is this machine's line in the file `hostfile` beside this script, whose
+# K is the node's number, from 0. Without it, it is this machine's line in the file `hostfile` next to this script, whose
 # first line is node 0. The same script runs on every node; all must see the paths below.
 set -eo pipefail
 folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

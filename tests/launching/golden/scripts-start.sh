@@ -1,5 +1,5 @@
 #!/bin/bash
-# Starts node.sh on every node of the file `hostfile` beside it, over ssh, and waits. Ctrl-C stops the job on all nodes;
+# Starts node.sh on every node of the file `hostfile` next to it, over ssh, and waits. Ctrl-C stops the job on all nodes;
 # so does the first node that fails. This folder must be on storage that all nodes share. With pdsh instead:
 #
 #   pdsh -R ssh -w ^hostfile bash "$PWD/node.sh"

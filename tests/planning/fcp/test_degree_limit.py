@@ -60,7 +60,7 @@ def test_what_rings_would_save_is_the_limits_price() -> None:
 def test_a_sequence_that_needs_a_ring_is_refused_with_what_helps() -> None:
     batches = four_steps("iteration", num_ranks=8, seed=5, most_tokens=9000)
     with raises(
-        "UsageError: --max-degree 1 forbids rings, but a sequence has 9000 tokens and a rank holds 4096; leave longer ones out with --max-length 4096 --overlong drop (truncate cuts them), hold them with --tokens-per-rank 9000, or leave --max-degree out",
+        "UsageError: --max-degree 1 forbids rings, but a sequence has 9000 tokens and a rank holds 4096; drop longer ones with --max-length 4096 --overlong drop (truncate cuts them), hold them with --tokens-per-rank 9000, or remove --max-degree",
     ):
         make_solver(batches, max_degree=1)
 

@@ -154,8 +154,8 @@ def test_what_a_killed_run_left_can_be_finished_though_its_last_window_is_torn(t
     [
         (
             [[5], [300_000]],
-            "sequence 1 of the stream has 300000 tokens; 8 ranks of 16384 tokens hold at most 131072; leave it out of "
-            "the stream, cut it, or plan with more tokens_per_rank or ranks",
+            "sequence 1 of the stream has 300000 tokens; 8 ranks of 16384 tokens hold at most 131072; drop it from "
+            "the stream, truncate it, or plan with more tokens_per_rank or ranks",
         ),
         ([[5], []], "batch 1 of the stream is empty; a step needs a sequence"),
         (
