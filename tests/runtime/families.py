@@ -140,8 +140,8 @@ FAMILIES: Mapping[str, Family] = {
     **{kind: Family(kind=kind, settings=_NO_WINDOW) for kind in _TRAINED_WITHOUT_WINDOW},
     **{kind: Family(kind=kind, settings=_FULL) for kind in _TRAINED_FULL},
     **{kind: Family(kind=kind, tolerance=1e-8) for kind in _IN_FP32},
-    "codegen": Family(kind="codegen", settings={"rotary_dim": 8}, refused="interface"),
-    "gptj": Family(kind="gptj", settings={"rotary_dim": 8}, refused="interface"),
+    "codegen": Family(kind="codegen", settings={"rotary_dim": 8}),
+    "gptj": Family(kind="gptj", settings={"rotary_dim": 8}),
     "falcon": Family(kind="falcon", without=("head_dim",), refused="interface"),
     "deepseek_v2": Family(
         kind="deepseek_v2",

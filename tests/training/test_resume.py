@@ -205,7 +205,7 @@ def go_on(folder: Path, run_dir: str, *, ranks: int, steps: int) -> list[tuple[A
     planned = run_fcp("plan", "--continue-from", run_dir, *words, folder=folder)
     assert planned.returncode == 0, planned.stderr
     command = f"fcp launch --run-dir {run_dir} --resume --plan {run_dir}.parquet"
-    assert planned.stderr.splitlines()[-1] == f"wrote {run_dir}.parquet; next: {command}"
+    assert planned.stderr.splitlines()[-1].startswith(f"wrote {run_dir}.parquet; next: {command}")
     ended = run_fcp(*command.split()[1:], "--steps", str(steps), folder=folder)
     assert ended.returncode == 0, ended.stderr
     return steps_of(folder / run_dir)

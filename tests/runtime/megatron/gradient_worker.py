@@ -30,6 +30,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
@@ -449,6 +450,8 @@ def joined(case: Case = Case()) -> Iterator[None]:
             create_gloo_process_groups=False,
             order="tp-cp-ep-dp-pp",
         )
+        if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):  # sized by the layers of the case before
+            moe_utils.get_moe_layer_wise_logging_tracker().clear()
         yield
         parallel_state.destroy_model_parallel()
 
