@@ -164,14 +164,14 @@ def place_of_groups(
     rank_offsets: IntArray, ranks: Int32Array, ranks_per_node: int, heads_degree: Int32Array | None
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arguments `degree` and `place` of `group_seconds`, [groups] each; `heads_degree` None: rings only."""
-    degree = sizes_of(rank_offsets)
-    shared = np.ones_like(degree) if heads_degree is None else heads_degree
-    return {
-        "degree": degree,
+    place = {
+        "degree": sizes_of(rank_offsets),
         "crosses_nodes": crosses_nodes(rank_offsets, ranks, ranks_per_node),
-        "heads_degree": shared,
-        "sets_cross_nodes": (shared > 1) & (ranks_together(rank_offsets, ranks, ranks_per_node) % shared != 0),
     }
+    if heads_degree is not None:
+        place["heads_degree"] = heads_degree
+        place["sets_cross_nodes"] = ranks_together(rank_offsets, ranks, ranks_per_node) % heads_degree != 0
+    return place
 
 
 def quickest_heads(attention: SplitAttention, packs: PlacedPacks, setup: PlanSetup, profile: CostProfile) -> Int32Array:
