@@ -32,7 +32,7 @@ def collect() -> None:
 
 def plan_everything() -> None:
     """Run every strategy on one small step under both syncs, without and with pipelines, in this process."""
-    from fcp_cli.app import app
+    from fcp_cli.cli.app import app
 
     lengths = "\n".join(str(64 + 97 * i % 4000 + (30_000 if i % 20 == 0 else 0)) for i in range(80))
     Path("lengths.jsonl").write_text(lengths, encoding="utf-8")

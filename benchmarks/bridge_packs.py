@@ -26,17 +26,16 @@ import numpy as np
 from benchmarks.real_lengths import PUBLISHED, drawn
 from benchmarks.split_heads import profile_of
 from benchmarks.workloads import FAMILIES
-from fcp_cli.arrays import IntArray
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.baselines.drafts import Draft, assignment_of
-from fcp_cli.planning.baselines.packing import first_fit
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.drafts import Draft, assignment_of, first_fit
 from fcp_cli.planning.problem import Assignment, Problem
-from fcp_cli.planning.published.megatron_dynamic_cp import drafts_of
-from fcp_cli.planning.published.megatron_packing import packed_rounds
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.planning.strategies.megatron_dynamic_cp import drafts_of
+from fcp_cli.planning.strategies.megatron_packing import packed_rounds
+from fcp_cli.util.arrays import IntArray
 
 RANKS = 64
 

@@ -12,10 +12,10 @@ import argparse
 from collections import Counter
 
 from benchmarks.workloads import FAMILIES, example_profile, family_table
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.dataset.run import plan_step
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.make_plan import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table
 from fcp_cli.cost.profile import CostProfile, Heads
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.comparison import SYNCS, Outcome, compare
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.compare import SYNCS, Outcome, compare
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import compared_names
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from fcp_cli.cost.recipe import RecipeRequest
 from fcp_cli.memory.fitting import LEAST_TOKENS, JobRanks, fitting_recipe
-from fcp_cli.memory.table import RESERVE_FRACTION
+from fcp_cli.memory.items import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.descriptions import shipped_names
-from fcp_cli.models.model import load_model
-from fcp_cli.recipe import RecipeRequest
+from fcp_cli.models.model import load_model, shipped_names
 
 CLUSTERS = ("h100-8x8", "a100-8x8", "ascend910b-8x8", "h200-8x8")
 

@@ -13,13 +13,13 @@ from typing import Final
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.cost.formula import PackParts, overlapped_seconds
 from fcp_cli.cost.model import encoder_seconds, group_terms, halo_seconds, pack_parts
-from fcp_cli.plan.pricing.packs import crosses_nodes, pack_work, ranks_together, wave_encoder_seconds
+from fcp_cli.plan.pricing import crosses_nodes, pack_work, ranks_together, wave_encoder_seconds
 from fcp_cli.plan.step import sizes_of
 from fcp_cli.planning.assemble import with_heads
 from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.util.arrays import FloatArray, Int32Array, IntArray
 
 NOISE: Final = 0.05
 SLOW_RANK: Final = 1.2

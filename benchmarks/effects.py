@@ -18,18 +18,18 @@ import numpy as np
 from benchmarks.disturbances import EFFECTS, stressed_seconds
 from benchmarks.workloads import FAMILIES, family_table
 from fcp_cli.cost.profile import CostProfile, StepTerms
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import PlanError
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.computed import analytic_profile
 
 CLUSTERS = ("h100-8x8", "ascend910b-8x8")
 RANKS, PER_NODE, SEQUENCES = 64, 8, 512

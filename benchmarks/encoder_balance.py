@@ -23,9 +23,9 @@ from benchmarks.clips import NAMES
 from benchmarks.workloads import media_manifest
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.tokens import open_media
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.training.pictures.visuals import SyntheticVisuals
-from fcp_cli.training.weights.models import model_config
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.training.pictures import SyntheticVisuals
+from fcp_cli.training.weights import model_config
 from fcp_cli.vision.parts import VisualSequence, balanced_encoders
 
 TARGET = 1.1

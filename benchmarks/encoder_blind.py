@@ -13,18 +13,18 @@ from dataclasses import replace
 
 from benchmarks.clips import NAMES
 from benchmarks.workloads import media_manifest
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.dataset.comparison import SYNCS
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.compare import SYNCS
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.computed import analytic_profile
 
 
 def main() -> None:

@@ -17,22 +17,22 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.workloads import media_manifest
-from fcp_cli.console import Assumptions
 from fcp_cli.cost.model import group_seconds, sequence_work, vision_seconds
 from fcp_cli.cost.profile import CostProfile
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.pricing.packs import planned_sequences, step_prices, without_pictures
+from fcp_cli.plan.pricing import planned_sequences, step_prices, without_pictures
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.dataset.run import plan_step
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.encoder_balance import with_encoder_ranks
+from fcp_cli.planning.make_plan import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.computed import analytic_profile
+from fcp_cli.util.console import Assumptions
 
 _CLIP_FRAMES, _CLIP_RANKS, _PAIR_PATCHES = 512, 8, 1024
 

@@ -21,17 +21,16 @@ import torch.distributed as dist
 from torch import nn
 
 from fcp_cli.cost.profile import CostProfile, StepTerms, dump_cost_profile, parse_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import EncoderBalance
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import EncoderBalance
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runtime.communication.row_exchange import exchange
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.start import start
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.runtime.exchange import exchange
+from fcp_cli.runtime.session import Session, start
+from fcp_cli.runtime.step import LocalMicroBatch
 from fcp_cli.vision.parts import VisualPart, VisualSequence
 from tests.runtime.launch import torchrun
 

@@ -21,17 +21,14 @@ from typing import Any
 
 from benchmarks.fake_rank import FakeJob, tracked_step
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
-from fcp_cli.memory.as_needed import as_needed_bytes
+from fcp_cli.cost.recipe import Recipe, RecipeRequest
 from fcp_cli.memory.fitting import LEAST_TOKENS, JobRanks, fitting_recipe
-from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.table import RESERVE_FRACTION, RankMemory
+from fcp_cli.memory.items import RESERVE_FRACTION, RankMemory
+from fcp_cli.memory.rank import as_needed_bytes, rank_memory
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.descriptions import shipped_names
-from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.profiling.computed.as_needed import as_needed_profile
-from fcp_cli.recipe import Recipe, RecipeRequest
+from fcp_cli.models.model import load_model, shipped_names
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.profiling.computed import analytic_profile, as_needed_profile
 
 MODELS = ("qwen3-8b", "qwen3-vl-8b", "llama3-8b", "internvl3-8b", "qwen3-tiny", "qwen3-vl-tiny")
 CLUSTERS = ("h100-8x8", "a100-8x8", "ascend910b-8x8", "h200-8x8")

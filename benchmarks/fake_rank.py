@@ -28,16 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.live_memory import LiveMemory
 from fcp_cli import __version__
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.file.writer import plan_writer
-from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
+from fcp_cli.plan.file import PlanReader, plan_writer
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan, offsets_of
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.communication.world import ProcessWorld
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.transport import ProcessWorld
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
@@ -223,10 +222,9 @@ def _fake_ranks(job: FakeJob) -> Iterator[None]:
 
 
 def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
-    from fcp_cli.runtime.guards.guards import Guards
-    from fcp_cli.runtime.ring_attention import ring_passes
-    from fcp_cli.training import trainer
-    from fcp_cli.training.weights import shares
+    from fcp_cli.runtime import ring_passes
+    from fcp_cli.runtime.guards import Guards
+    from fcp_cli.training import sharding, trainer
 
     make_mesh = device_mesh.init_device_mesh
 
@@ -235,7 +233,7 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
             return make_mesh(*args, **kwargs)
 
     found: list[tuple[Any, str, Any]] = [
-        (shares, "init_device_mesh", mesh_of_numbers),
+        (sharding, "init_device_mesh", mesh_of_numbers),
         # The host reads messages between ranks.
         (trainer, "tell_all", lambda world, **_: (False, False)),
         # One rank stands for all, so that there is nobody whose data could differ.

@@ -19,8 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fcp_cli.machine.processes import descendants
-from fcp_cli.machine.torchrun import torchrun_argv
+from fcp_cli.util.processes import descendants, torchrun_argv
 
 _MARK = "first step done"
 

@@ -20,15 +20,13 @@ import torch
 
 from benchmarks.switch import NobodyElse
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.agreement.step_agreement import PackDigest
-from fcp_cli.runtime.data.loader import Shard, load_shard
 from fcp_cli.runtime.gradients import GradientSync
-from fcp_cli.runtime.guards.finite import LossWatch
-from fcp_cli.runtime.guards.guards import Guards
-from fcp_cli.runtime.metrics.recorder import Recorder
-from fcp_cli.runtime.metrics.timing import Clock
-from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
+from fcp_cli.runtime.guards import Guards, LossWatch
+from fcp_cli.runtime.loader import Shard, load_shard
+from fcp_cli.runtime.metrics import Clock, Recorder
+from fcp_cli.runtime.rank_agreement import PackDigest
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.step import LocalMicroBatch
 
 _CALLS = 200
 _TOKENS = 131_072

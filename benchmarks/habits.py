@@ -22,12 +22,12 @@ import pyarrow.parquet as pq
 
 from benchmarks.clips import media_records
 from benchmarks.workloads import family_table
-from fcp_cli.console import Assumptions
 from fcp_cli.manifest.build import build_manifest
-from fcp_cli.manifest.sources.detect import SourceOptions, open_source
-from fcp_cli.planning.dataset.comparison import compare
-from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.settings import resolve
+from fcp_cli.manifest.detect import SourceOptions, open_source
+from fcp_cli.planning.compare import compare
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.settings import resolve
+from fcp_cli.util.console import Assumptions
 
 _NAMES = ("fcp", "static", "packing", "padded")
 _ROWS = 8192

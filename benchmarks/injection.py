@@ -37,10 +37,10 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor
 
 from fcp_cli.integrations.megatron.follow import Follower
-from fcp_cli.integrations.megatron.stack import MegatronStack
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.integrations.megatron.model import MegatronStack
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.ring_attention import attention
 from tests.runtime.plans import Row, write_plan
 
 LARGEST_OVERHEAD_SECONDS = 200e-6

@@ -24,14 +24,14 @@ import pyarrow.parquet as pq
 
 from benchmarks.planner import SYNCS, problem_of
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, family_table
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.peers import PeerCount
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.rings import PeerCount
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.run import make_plan
-from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runs.metrics.metrics import FORMAT, MetricsWriter, Timing, step_record
-from fcp_cli.runtime.data.cursor import PlanCursor
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.runs.metrics import FORMAT, MetricsWriter, Timing, step_record
+from fcp_cli.runtime.cursor import PlanCursor
 
 Found = TypeVar("Found")
 

@@ -16,18 +16,17 @@ from typing import Final
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, family_table, real_table
-from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.cost.recipe import KernelName, Recipe
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import ClusterSpec, load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.computed import analytic_profile
 
 MODEL: Final = "qwen3-8b"
 # Cluster -> kernel, and the one efficiency that was assumed for any before kernels had rates.

@@ -23,19 +23,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import FAMILIES, lengths
-from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.profiling.workers.workload import SilentTransport, Workload, build_model
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.computed import analytic_profile
+from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
+from fcp_cli.util.arrays import FloatArray
 
 RANKS, PER_NODE, SEQUENCES = 32, 8, 512
 SHAPES_PER_OCTAVE = 4

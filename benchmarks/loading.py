@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
 
-from fcp_cli.machine.torchrun import torchrun_argv
+from fcp_cli.util.processes import torchrun_argv
 
 _EVERY_SECONDS = 0.005
 
@@ -86,7 +86,7 @@ def work(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from fcp_cli.training.weights.models import build_model
+    from fcp_cli.training.weights import build_model
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -104,12 +104,10 @@ def measure_start(checkpoint: Path, *, is_random: bool) -> tuple[dict[str, float
     """Build, shard and fill a model as the trainer does."""
     import torch
 
+    from fcp_cli.cost.recipe import Recipe
     from fcp_cli.models.weights import find_weights
-    from fcp_cli.recipe import Recipe
-    from fcp_cli.training.weights.initial import draw_weights
-    from fcp_cli.training.weights.models import build_model, shard_model
-    from fcp_cli.training.weights.shares import open_shares
-    from fcp_cli.training.weights.weights import load_weights, match_weights
+    from fcp_cli.training.sharding import open_shares
+    from fcp_cli.training.weights import build_model, draw_weights, load_weights, match_weights, shard_model
 
     begin = time.perf_counter()
     with most_memory() as most:
@@ -136,10 +134,9 @@ def measure_saves(folder: Path, model: Any) -> dict[str, dict[str, float]]:
     import torch
     import torch.distributed as dist
 
-    from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader
-    from fcp_cli.training.weights.checkpoint import TrainState
-    from fcp_cli.training.weights.saving import CheckpointSaver
-    from fcp_cli.training.weights.shares import Shares
+    from fcp_cli.runs.checkpoints import CheckpointHeader
+    from fcp_cli.training.checkpoint import CheckpointSaver, TrainState
+    from fcp_cli.training.sharding import Shares
 
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

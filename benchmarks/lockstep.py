@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
-from fcp_cli.runtime.communication.transport import Handle, Waits
+from fcp_cli.runtime.transport import Handle, Waits
 from fcp_cli.verification.emulation import Delivery, Mailbox, ThreadTransport
 
 Result = TypeVar("Result")

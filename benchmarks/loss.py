@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import allocated_peak
-from fcp_cli.runtime.loss import chunked_loss
-from fcp_cli.runtime.loss.chunked_loss import chunked_token_loss_sum
-from fcp_cli.runtime.loss.token_loss import token_loss_sum
+from fcp_cli.runtime import loss
+from fcp_cli.runtime.loss import chunked_token_loss_sum, token_loss_sum
 
 # tokens, width, vocabulary
 SIZES = ((1024, 256, 512), (1024, 256, 8192), (512, 512, 151_936))
@@ -41,7 +40,7 @@ def main() -> None:
 
 
 def print_row(tokens: int, width: int, vocabulary: int, dtype: torch.dtype, repeats: int) -> None:
-    chunked_loss.LOGITS_BYTES = 4 * tokens * vocabulary // BLOCKS
+    loss.LOGITS_BYTES = 4 * tokens * vocabulary // BLOCKS
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, tokens, width, generator=draw).to(dtype).requires_grad_()
     weight = (torch.randn(vocabulary, width, generator=draw) / width**0.5).to(dtype).requires_grad_()

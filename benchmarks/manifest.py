@@ -27,10 +27,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fcp_cli.manifest.build import build_manifest
-from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
-from fcp_cli.manifest.sources.media.media_readers import read_media
-from fcp_cli.manifest.table.summary import summarize
+from fcp_cli.manifest.detect import SourceOptions, detect_kind, open_source
+from fcp_cli.manifest.media import read_media
+from fcp_cli.manifest.read import read_manifest, summarize
 from fcp_cli.manifest.tokens import open_tokens
 
 

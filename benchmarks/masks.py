@@ -18,14 +18,14 @@ import numpy as np
 
 from benchmarks.workloads import FAMILIES, example_profile, family_table
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.runtime.layouts.layout import Hop, MaskedLayout
+from fcp_cli.runtime.layout import Hop, MaskedLayout
+from fcp_cli.util.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
 
 RANKS, PER_NODE, SEQUENCES = 64, 8, 512
 LENGTH = 65_536

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.cost.profile import CostProfile, Memory, load_cost_profile
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
-from fcp_cli.recipe import Recipe
 
 RECIPE = Recipe(precision="fp32")
 SHARES_OF_BUDGET = (0.1, 0.25, 0.5, 0.95)
@@ -90,9 +90,8 @@ def measure(model: str, tokens: int) -> dict[str, float]:
     """Peaks of two training steps on one pack: resident without a profiler, then allocated with one."""
     import torch
 
-    from fcp_cli.profiling.workers.device import peak_bytes, reset_peak
-    from fcp_cli.profiling.workers.update_step import state_bytes
-    from fcp_cli.profiling.workers.workload import SilentTransport, Workload, build_model
+    from fcp_cli.profiling.timing import peak_bytes, reset_peak
+    from fcp_cli.profiling.workload import SilentTransport, Workload, build_model, state_bytes
 
     torch.set_num_threads(1)
     device = torch.device("cpu")

@@ -26,17 +26,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import masking_utils
 
 from fcp_cli.cost.model import windowed_pairs
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.integrations.transformers.linear import hook_linear_layers
 from fcp_cli.memory.activations import final_norm_bytes, input_bytes, layer_bytes
-from fcp_cli.memory.precision import precision_of
-from fcp_cli.models.descriptions import shipped_names
-from fcp_cli.models.figures import LINEAR_CHUNK
-from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.models.operations import forward_operations as operations_of
+from fcp_cli.memory.items import precision_of
+from fcp_cli.models.layers import LINEAR_CHUNK
+from fcp_cli.models.model import ModelSpec, load_model, shipped_names
+from fcp_cli.models.model import forward_operations as operations_of
 from fcp_cli.models.transformers_config import text_config
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
 
 _NAME = "fcp-figures"
 _TOKENS = 8192  # of the sequence whose operations are counted: several windows

@@ -20,16 +20,15 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, example_profile, family_table
-from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.plan.pricing.packs import step_prices
-from fcp_cli.plan.pricing.timeline import step_times
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.pricing import step_prices, step_times
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.dataset.run import plan_step
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.make_plan import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.util.arrays import FloatArray
 
 NOISE = (0.05, 0.10, 0.20, 0.30, 0.50)
 SCATTER = (0.05, 0.08, 0.10, 0.20)

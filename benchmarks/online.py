@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks.workloads import EXAMPLE_PROFILE
 from fcp_cli import Planner
-from fcp_cli.arrays import IntArray
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.online import OnlineSettings
-from fcp_cli.runtime.online.source import StreamSource
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import OnlineSettings
+from fcp_cli.runtime.online import StreamSource
+from fcp_cli.util.arrays import IntArray
 
 
 class OneOfMany:

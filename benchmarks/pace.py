@@ -2,7 +2,7 @@
 
     python -m benchmarks.pace [--ranks 8 16] [--steps N] [--picture FILE]
 
-The ranks are those of `fcp_cli/demo/paced.py`, with every second four times as long: sixteen processes that share two
+The ranks are those of `fcp_cli/cli/paced.py`, with every second four times as long: sixteen processes that share two
 cores take milliseconds for a hop.
 """
 
@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.picture import sized, svg
-from fcp_cli.demo.paced import PacedSteps, PacedWork, library_table, run, typical_step, write_plans
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.report.page import chart_parts, charts
-from fcp_cli.report.page.page_data import Columns
-from fcp_cli.report.page.run_picture import measured_bars
-from fcp_cli.report.ranks_shown import RanksShown
+from fcp_cli.cli.paced import PacedSteps, PacedWork, library_table, run, typical_step, write_plans
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.report import charts
+from fcp_cli.report.page_data import Columns, measured_bars
+from fcp_cli.report.plan_tables import RanksShown
 
 STRATEGIES = ("static", "fcp-paper", "fcp")
 
@@ -41,7 +40,7 @@ def picture(outcomes: dict[str, PacedSteps]) -> str:
     """Draw the step whose gain is nearest to that of all: what ran where, as it was measured."""
     static, ours = outcomes["static"], outcomes["fcp"]
     at = typical_step([step.seconds for step in static.steps], [step.seconds for step in ours.steps])
-    colours = chart_parts.DegreeColours({int(d) for one in outcomes.values() for d in one.steps[at].degrees})
+    colours = charts.DegreeColours({int(d) for one in outcomes.values() for d in one.steps[at].degrees})
     shown = RanksShown.all_of(PlanReader(ours.plan).metadata)
     parts = []
     for strategy, one in outcomes.items():

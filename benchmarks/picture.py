@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table
-from fcp_cli.demo.paced import library_table, typical_step
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.cli.paced import library_table, typical_step
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.report.page import chart_parts, charts
-from fcp_cli.report.page.page_data import Columns, HeatMap, bars_of
-from fcp_cli.report.ranks_shown import RanksShown
+from fcp_cli.report import charts
+from fcp_cli.report.page_data import Columns, HeatMap, bars_of
+from fcp_cli.report.plan_tables import RanksShown
 
 # Neighbouring cells of a heat map would show the page between them.
 _STYLE = "<style>.mark-rect path { shape-rendering: crispEdges; }</style>"
@@ -55,11 +55,11 @@ def planned(table: LengthTable, solver_name: str, *, steps: int) -> list[StepPla
     return [assemble(solver.assign(batch), batch, problem) for batch in batches]
 
 
-def gantt_spec(plans: Mapping[str, Sequence[StepPlan]]) -> chart_parts.Spec:
+def gantt_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
     """One step of the best static plan over the same step of ours, on one time axis."""
     static, ours = ([step.makespan_seconds for step in plans[name]] for name in (STATIC, FCP))
     at = typical_step(static, ours)
-    colours = chart_parts.DegreeColours({int(d) for steps in plans.values() for d in np.unique(steps[at].degrees)})
+    colours = charts.DegreeColours({int(d) for steps in plans.values() for d in np.unique(steps[at].degrees)})
     parts = []
     for name, steps in plans.items():
         step = steps[at]
@@ -77,7 +77,7 @@ def _named(name: str, step: StepPlan) -> str:
     return f"{name}, degree {step.degrees.max()}" if name == STATIC else name
 
 
-def idle_spec(plans: Mapping[str, Sequence[StepPlan]]) -> chart_parts.Spec:
+def idle_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
     """Idle share of every rank in every step of both plans, on one scale."""
     heats = {name: HeatMap(steps=len(steps), num_ranks=RANKS) for name, steps in plans.items()}
     for name, steps in plans.items():
@@ -94,7 +94,7 @@ def idle_spec(plans: Mapping[str, Sequence[StepPlan]]) -> chart_parts.Spec:
     return {"hconcat": parts, "spacing": 30}
 
 
-def degrees_spec(plans: Mapping[str, Sequence[StepPlan]]) -> chart_parts.Spec:
+def degrees_spec(plans: Mapping[str, Sequence[StepPlan]]) -> charts.Spec:
     """Share of each degree in the rank-seconds of our plans of different data."""
     summaries = {}
     for name, steps in plans.items():
@@ -108,19 +108,19 @@ def degrees_spec(plans: Mapping[str, Sequence[StepPlan]]) -> chart_parts.Spec:
     ]
     degrees, names, shares = zip(*rows, strict=True)
     mix: Columns = {"degree": np.array(degrees), "measure": list(names), "share": np.array(shares)}
-    return sized(charts.mix_chart(mix, chart_parts.DegreeColours(degrees)), 34 * len(plans), "share of rank-seconds")
+    return sized(charts.mix_chart(mix, charts.DegreeColours(degrees)), 34 * len(plans), "share of rank-seconds")
 
 
-def growth_spec(panels: Mapping[str, tuple[Curves, bool]]) -> chart_parts.Spec:
+def growth_spec(panels: Mapping[str, tuple[Curves, bool]]) -> charts.Spec:
     """Values over ranks; panels are title -> (curves, whether the value axis is logarithmic)."""
     return {"hconcat": [curves_spec(title, *panel) for title, panel in panels.items()], "spacing": 40}
 
 
-def curves_spec(title: str, curves: Curves, logarithmic: bool, *, over: str = "ranks") -> chart_parts.Spec:
+def curves_spec(title: str, curves: Curves, logarithmic: bool, *, over: str = "ranks") -> charts.Spec:
     """Curves over numbers that grow by a factor; `over` says what these are."""
     rows = [(label, ranks, value) for label, points in curves.items() for ranks, value in points]
     labels, ranks, values = zip(*rows, strict=True)
-    data = chart_parts.inline_csv({"sync": list(labels), "ranks": np.array(ranks), "value": np.array(values)})
+    data = charts.inline_csv({"sync": list(labels), "ranks": np.array(ranks), "value": np.array(values)})
     x = {"type": "quantitative", "title": over, "scale": {"type": "log", "base": 2, "nice": False}}
     y = {"type": "quantitative", "title": None, "scale": {"type": "log"} if logarithmic else {"zero": True}}
     colours = {"domain": list(curves), "range": list(COLOURS[: len(curves)])}
@@ -141,18 +141,18 @@ def write_growth(path: Path, panels: Mapping[str, tuple[Curves, bool]]) -> None:
     path.write_text(svg(growth_spec(panels)), encoding="utf-8")
 
 
-def sized(chart: chart_parts.Spec, height: int, title: str) -> chart_parts.Spec:
+def sized(chart: charts.Spec, height: int, title: str) -> charts.Spec:
     """A chart of the page, with a width and a title of its own."""
     anchor = {"text": title, "anchor": "start", "fontWeight": "normal", "fontSize": 13}
     anchor |= {"color": "currentColor", "frame": "group"}
     return {**chart, "width": _WIDTH, "height": height, "title": anchor}
 
 
-def svg(spec: chart_parts.Spec) -> str:
+def svg(spec: charts.Spec) -> str:
     """The picture of a Vega-Lite specification, with lines and words in one ink for light and dark pages."""
     import vl_convert
 
-    drawn: str = vl_convert.vegalite_to_svg({**spec, "padding": 12}, config=chart_parts.CONFIG)
+    drawn: str = vl_convert.vegalite_to_svg({**spec, "padding": 12}, config=charts.CONFIG)
     drawn = re.sub(r'fill-opacity="(0\.\d{3})\d+"', r'fill-opacity="\1"', drawn)  # finer than eyes see
     head, end, rest = drawn.replace("<svg ", f'<svg color="{_INK}" ', 1).partition(">")
     return f"{head}{end}{_STYLE}{rest}\n"

@@ -17,12 +17,12 @@ from benchmarks.real_lengths import PUBLISHED, drawn
 from benchmarks.split_heads import profile_of
 from benchmarks.workloads import FAMILIES
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.published import distca
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.planning.strategies import distca
 
 
 def without_messages(profile: CostProfile) -> CostProfile:

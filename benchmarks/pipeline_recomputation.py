@@ -19,15 +19,15 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.workloads import family_table
-from fcp_cli.console import Assumptions
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.cost.recipe import RecipeRequest
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.memory.fitting import all_fits
-from fcp_cli.planning.batching.batches import BatchSettings
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.problem_settings import resolve_problem
-from fcp_cli.planning.settings.recipe_search import RecipeData, sampled_seconds
-from fcp_cli.recipe import RecipeRequest
+from fcp_cli.planning.recipe import RecipeData, sampled_seconds
+from fcp_cli.planning.settings import resolve_problem
+from fcp_cli.util.console import Assumptions
 
 TENSOR = {"qwen3-8b": 1, "llama3-70b": 8}
 RULES = ("one kind", "alike", "by stage", "no limit")

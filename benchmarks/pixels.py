@@ -24,11 +24,10 @@ import numpy as np
 
 from benchmarks.clips import Scale, write_media_records
 from fcp_cli.manifest.build import build_manifest
-from fcp_cli.manifest.sources.detect import SourceOptions, open_source
+from fcp_cli.manifest.detect import SourceOptions, open_source
 from fcp_cli.manifest.tokens import open_pictures
-from fcp_cli.training.pictures.decoding import Wanted
-from fcp_cli.training.pictures.pixel_pool import PixelPool
-from fcp_cli.training.weights.models import model_config
+from fcp_cli.training.decoding import PixelPool, Wanted
+from fcp_cli.training.weights import model_config
 from tests.manifest.chat_checkpoint import write_checkpoint
 from tests.manifest.picture_checkpoint import MARKS, QWEN_TEMPLATE
 

@@ -27,16 +27,15 @@ from benchmarks.split_heads import long_lengths, profile_of
 from benchmarks.workloads import FAMILIES, HELD_OUT, example_profile, family_table, lengths
 from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import PlanError, UsageError
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.memory.fitting import JobRanks
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.online.settings import stream_batching, stream_metadata
-from fcp_cli.planning.online.stream import StreamPlanner
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.online import StreamPlanner, stream_batching, stream_metadata
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings.pipelines import pipeline_of
+from fcp_cli.planning.settings import pipeline_of
 from fcp_cli.planning.solvers import make_solver, solver_names, works_under
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")

@@ -22,15 +22,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.workloads import example_profile
-from fcp_cli.files import replaced_atomically
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.journal import is_begun
-from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import is_begun, make_plan
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runtime.data.cursor import PlanCursor
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.util.files import replaced_atomically
 
 _CHUNK_ROWS = 1 << 22
 

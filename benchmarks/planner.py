@@ -25,18 +25,18 @@ import pyarrow.parquet as pq
 
 from benchmarks.picture import write_growth
 from benchmarks.workloads import FAMILIES, HELD_OUT, MAX_LENGTH, example_profile, family_table, lengths, real_table
-from fcp_cli.arrays import FloatArray
 from fcp_cli.errors import PlanError
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.plan.ring_order import ring_pairs
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.rings import ring_pairs
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import simple_bound_seconds
 from fcp_cli.planning.problem import Problem, Solver
-from fcp_cli.planning.published import fcp_paper, flexsp
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.planning.strategies import fcp_paper, flexsp
+from fcp_cli.util.arrays import FloatArray
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 RIVALS = (
@@ -171,7 +171,7 @@ def groups(options: argparse.Namespace) -> None:
 
     The groups are chosen on 16 of the steps and priced on the others.
     """
-    from fcp_cli.planning.fcp import limits as fcp
+    from fcp_cli.planning import candidates as fcp
 
     print(
         f"{'sync':10} {'budget':>6} {'family':12} {'unlimited':>9} " + " ".join(f"{g:>4} groups" for g in options.limit)
@@ -341,8 +341,8 @@ def _scaled(family: str, sequences: int, seed: int, factor: float) -> FloatArray
 
 def stream(options: argparse.Namespace) -> None:
     """A plan of many sequences from manifest to file: wall time, memory, size."""
-    from fcp_cli.planning.dataset.run import make_plan
-    from fcp_cli.planning.settings.settings import PlanInputs
+    from fcp_cli.planning.make_plan import make_plan
+    from fcp_cli.planning.settings import PlanInputs
 
     with tempfile.TemporaryDirectory() as folder:
         manifest, target = Path(folder) / "lengths.parquet", Path(folder) / "plan.parquet"

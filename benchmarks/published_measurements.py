@@ -20,19 +20,18 @@ import numpy as np
 from benchmarks.study.published import DHP_CLUSTER, FCP_CLUSTER
 from benchmarks.study.runs import PAPER, STATIC, batches_of, run_cell
 from benchmarks.study.workload import CLIP_DATASETS, Setting, make_table, source_of
-from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.cost.model import causal_work, group_seconds, sequence_work
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.cost.recipe import KernelName, Recipe
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import Cut
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.computed import analytic_profile
 
 _STEPS = 20
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.workloads import MAX_LENGTH, example_profile, family_table
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import batch_of
-from fcp_cli.planning.fcp.solver import solver_of
+from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.candidates import solver_of
 from fcp_cli.planning.problem import Problem
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")

@@ -25,13 +25,13 @@ import numpy as np
 
 from benchmarks.split_heads import profile_of
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, lengths, media_manifest, real_table
-from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.comparison import compare
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.compare import compare
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import compared_names
+from fcp_cli.util.arrays import FloatArray, IntArray
 
 CLUSTERS = ("h100-8x8", "h200-8x8", "ascend910b-8x8")
 _BYTES_PER_TOKEN = 3.5  # assumed, as for the manifest of Linux

@@ -22,14 +22,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, family_table, real_table
-from fcp_cli.console import Assumptions
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.memory import precision
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.memory import items
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.problem_settings import resolve_problem
-from fcp_cli.planning.settings.recipe_search import RecipeData, sampled_seconds
+from fcp_cli.planning.recipe import RecipeData, sampled_seconds
+from fcp_cli.planning.settings import resolve_problem
+from fcp_cli.util.console import Assumptions
 
 MODELS = ("qwen3-8b", "qwen3-vl-8b", "llama3-70b", "qwen3-30b-a3b")
 CLUSTERS = ("h100-8x8", "a100-8x8", "h200-8x8", "ascend910b-8x8")
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of the whole plan")
     parser.add_argument("--gradient-bytes", type=int, default=4, help="of a gradient that a rank keeps, in bf16")
     options = parser.parse_args()
-    precision._PRECISIONS["bf16"] = replace(precision._PRECISIONS["bf16"], gradient=options.gradient_bytes)
+    items._PRECISIONS["bf16"] = replace(items._PRECISIONS["bf16"], gradient=options.gradient_bytes)
     size = 512 * options.steps
     tables = {family: family_table(family, sequences=size, seed=0) for family in options.families}
     tables |= {path.stem: _first(real_table(path), size) for path in options.lengths}

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from fcp_cli.cost.offload import PCIE_BYTES_PER_SECOND
+from fcp_cli.cost.model import PCIE_BYTES_PER_SECOND
+from fcp_cli.cost.recipe import Recipe, Recompute
 from fcp_cli.memory.fitting import JobRanks
-from fcp_cli.memory.table import RESERVE_FRACTION
+from fcp_cli.memory.items import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe, Recompute
+from fcp_cli.profiling.computed import analytic_profile
 
 
 def main() -> None:

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.lockstep import LockstepTransport, run_lockstep
-from fcp_cli.runtime.communication.transport import Handle
 from fcp_cli.runtime.kernels import select_kernel
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, SavedForBackward
-from fcp_cli.runtime.ring_attention.ring_passes import ring_backward, ring_forward
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import AttentionSpec, Ring, SavedForBackward
+from fcp_cli.runtime.ring_attention import attention
+from fcp_cli.runtime.ring_passes import ring_backward, ring_forward
+from fcp_cli.runtime.transport import Handle
 from fcp_cli.verification.emulation import Mailbox
 
 Result = TypeVar("Result")

@@ -43,18 +43,18 @@ from torch.utils._pytree import tree_leaves
 
 from fcp_cli.cost.model import group_terms, halo_seconds, window_work
 from fcp_cli.cost.profile import Bandwidth
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
-from fcp_cli.runtime.communication.transport import Handle, drive
+from fcp_cli.profiling.computed import analytic_profile
+from fcp_cli.runtime import ring_passes, rows
+from fcp_cli.runtime.choices import GradRingDtype
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
-from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.ring_attention import fused, ring_passes
-from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
-from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
-from fcp_cli.runtime.ring_attention.rows import merge
+from fcp_cli.runtime.layout import ShardLayout, shard_layout
+from fcp_cli.runtime.ring import AttentionSpec, Ring
+from fcp_cli.runtime.ring_attention import group_backward, group_forward
+from fcp_cli.runtime.rows import merge
+from fcp_cli.runtime.transport import Handle, drive
 
 BACKWARDS: dict[str, GradRingDtype] = {"backward": "fp32", "bf16": "bf16"}
 PASSES = ("forward", *BACKWARDS)
@@ -249,7 +249,7 @@ def pretended_gpu() -> Iterator[None]:
     """Treat meta tensors as those of a GPU with triton."""
     with (
         mock.patch.object(ring_passes, "select_kernel", lambda device_type, dtype: CudaFlashKernel()),
-        mock.patch.object(fused, "fused_rows", lambda device_type: True),
+        mock.patch.object(rows, "fused_rows", lambda device_type: True),
     ):
         yield
 

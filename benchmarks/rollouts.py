@@ -23,14 +23,14 @@ import numpy as np
 
 from benchmarks.workloads import EXAMPLE_PROFILE
 from fcp_cli import Planner
-from fcp_cli.arrays import IntArray
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import batch_of
+from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.problem import Assignment
 from fcp_cli.planning.rollouts.slime import build_dp_schedule
 from fcp_cli.planning.rollouts.verl import VerlBalancing
+from fcp_cli.util.arrays import IntArray
 
 Packs: TypeAlias = list[list[list[int]]]  # of each rank, positions in the batch
 

@@ -33,8 +33,8 @@ from benchmarks.split_heads import CLUSTERS, MODELS, PER_NODE, alone_seconds, pr
 from fcp_cli.cost.model import group_terms
 from fcp_cli.cost.profile import CostProfile, load_cost_profile
 from fcp_cli.runtime.kernels import select_kernel
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 KERNEL_LENGTHS = (512, 1024, 2048)

@@ -18,14 +18,14 @@ from itertools import product
 import numpy as np
 
 from benchmarks.workloads import example_profile
-from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.profile import CostProfile, Heads, dump_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import assignment_seconds, makespan_seconds
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.util.arrays import FloatArray
 
 _SEQUENCES, _NODES, _PER_NODE, _BUDGET = 7, 2, 4, 8192
 

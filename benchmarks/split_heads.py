@@ -24,16 +24,16 @@ import numpy as np
 from benchmarks.workloads import FAMILIES, lengths
 from fcp_cli.cost.model import causal_work, group_seconds
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.cost.recipe import Recipe, SplitAttention
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe, SplitAttention
+from fcp_cli.profiling.computed import analytic_profile
 
 SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
 MODELS = "qwen3-8b", "qwen3-32b", "llama3-70b"

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.lockstep import LockstepTransport
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.file.writer import plan_writer
-from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.file import PlanReader, plan_writer
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.runtime.session.session import Session
+from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.step import LocalMicroBatch
 from fcp_cli.verification.emulation import Done, Mailbox
 
 LARGEST_SECONDS = 100e-6

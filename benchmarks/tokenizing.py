@@ -33,8 +33,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fcp_cli.machine.host import usable_cores
-from fcp_cli.reading.documents import decode_record
+from fcp_cli.util.inputs import decode_record
+from fcp_cli.util.machine import usable_cores
 
 ROOT: Final = Path(__file__).parents[1]
 _LINE_BYTES: Final = 4096

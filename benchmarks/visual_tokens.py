@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fcp_cli.vision.image_processors import InternVision
-from fcp_cli.vision.processor import Visual
-from fcp_cli.vision.qwen_processors import QwenVision
+from fcp_cli.vision.processors import InternVision, QwenVision, Visual
 
 _RATES = (1.0, 7.5, 23.976, 24.0, 25.0, 30.0, 60.0)
 Counted = tuple[int, int, int, tuple[str, ...]]

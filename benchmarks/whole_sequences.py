@@ -24,18 +24,17 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.workloads import FAMILIES, MAX_LENGTH, example_profile, family_table, real_table
-from fcp_cli.arrays import IntArray
 from fcp_cli.cost.formula import overlapped_seconds, pack_parts
 from fcp_cli.cost.model import group_terms, unit_prices
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.plan.pricing.packs import crosses_nodes, planned_sequences, single_rank_work
-from fcp_cli.plan.pricing.timeline import step_times
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.pricing import crosses_nodes, planned_sequences, single_rank_work, step_times
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.util.arrays import IntArray
 
 RANKS, PER_NODE, SEQUENCES = 64, 8, 512
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")

@@ -22,18 +22,18 @@ import numpy as np
 from benchmarks.workloads import FAMILIES, lengths
 from fcp_cli.cost.model import causal_work, group_seconds
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.halo import halo_of
+from fcp_cli.profiling.computed import analytic_profile
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.windows import halo_of
 
 MODELS: Final = "gemma3-27b", "gpt-oss-20b"
 CLUSTER, RANKS, PER_NODE = "h100-8x8", 64, 8

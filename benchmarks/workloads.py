@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.clips import Scale, write_media_records
-from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.manifest.build import build_manifest
-from fcp_cli.manifest.sources.detect import SourceOptions, open_source
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.detect import SourceOptions, open_source
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.util.arrays import FloatArray, IntArray
 
 MAX_LENGTH = 131_072
 FAMILIES = ("github", "commoncrawl", "wikipedia", "extreme")

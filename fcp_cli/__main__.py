@@ -1,3 +1,3 @@
-from fcp_cli.app import main
+from fcp_cli.cli.app import main
 
 main()

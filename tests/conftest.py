@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
-from fcp_cli.runtime.injection.imports import after_import
+from fcp_cli.runtime.inject import after_import
 from tests import messages
 from tests.syntax import markers_of
 

@@ -38,7 +38,7 @@ def outcome(words: Sequence[str]) -> dict[str, Any]:
 
 def run(words: Sequence[str], said: int) -> None:
     """Become `fcp` with these words; never returns."""
-    from fcp_cli.app import main
+    from fcp_cli.cli.app import main
 
     signal.alarm(_MOST_SECONDS)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -72,7 +72,7 @@ def _pretend_a_shell() -> None:
 
 if __name__ == "__main__":
     enter(ENVIRONMENTS[sys.argv[1]])
-    import fcp_cli.app
-    import fcp_cli.planning.fcp.solver  # noqa: F401  # with its compiled functions
+    import fcp_cli.cli.app
+    import fcp_cli.planning.candidates  # noqa: F401  # with its compiled functions
 
     json.dump([outcome(words) for words in json.load(sys.stdin)], sys.stdout)

@@ -85,7 +85,7 @@ def required(name: str, extras: Iterable[str] = ()) -> set[str]:
 if __name__ == "__main__":
     environment, _, *words = sys.argv[1:]
     enter(ENVIRONMENTS[environment])
-    from fcp_cli.app import main
+    from fcp_cli.cli.app import main
 
     sys.argv = ["fcp", *words]
     main()

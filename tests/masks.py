@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from fcp_cli.masks import CAUSAL, ChunkPairs, Mask, Spans, chunk_pairs, full, prefix, segments
+from fcp_cli.util.masks import CAUSAL, ChunkPairs, Mask, Spans, chunk_pairs, full, prefix, segments
 
 
 @dataclass(frozen=True, slots=True)

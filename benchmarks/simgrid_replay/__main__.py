@@ -28,17 +28,17 @@ from typing import Any, Final, Literal, get_args
 from benchmarks.workloads import FAMILIES, family_table
 from fcp_cli.cost.model import group_terms
 from fcp_cli.cost.profile import CostProfile
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.plan.ring_order import ring_order
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.rings import ring_order
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.computed import analytic_profile
 
 Network = Literal["alone", "rails", "fat tree"]
 PER_NODE: Final = 8

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import MAX_LENGTH
-from fcp_cli.arrays import IntArray
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.baselines.packing import members_by_pack
+from fcp_cli.planning.drafts import members_by_pack
 from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.util.arrays import IntArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

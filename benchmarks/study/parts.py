@@ -36,8 +36,8 @@ from benchmarks.study.workload import (
     make_table,
     source_of,
 )
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
 
 _T = TypeVar("_T")
 _PER_RANK = 8  # sequences beyond 64 ranks, as 512 on 64

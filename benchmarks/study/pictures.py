@@ -12,7 +12,7 @@ from benchmarks import picture
 from benchmarks.study.parts import Study
 from benchmarks.study.published import CLAIMS, EXTREME_SPEEDUP, SCALING_SPEEDUPS, Encoder
 from benchmarks.study.runs import OURS, PAPER, STANDARD, STATIC, SYNCS, Cell
-from fcp_cli.report.page import chart_parts
+from fcp_cli.report import charts
 
 _ENCODERS: Mapping[Encoder, str] = {
     "text": "text",
@@ -37,7 +37,7 @@ def specs(study: Study) -> dict[str, Any]:
     }
 
 
-def _speedups(study: Study) -> chart_parts.Spec:
+def _speedups(study: Study) -> charts.Spec:
     """A panel per cluster and encoder, a dot per model."""
     clusters = dict.fromkeys(cell.setting.cluster for cell in study.grid)
     most = max(_most(study.grid), *(claim.highest for claim in CLAIMS.values()))
@@ -52,7 +52,7 @@ def _most(cells: list[Cell]) -> float:
     return max(cell.speedup("microbatch", of=of, over=over) for cell in cells for of, over in _RATIOS.values())
 
 
-def _dots(cells: list[Cell], cluster: str, encoder: Encoder, most: float) -> chart_parts.Spec:
+def _dots(cells: list[Cell], cluster: str, encoder: Encoder, most: float) -> charts.Spec:
     chosen = [cell for cell in cells if (cell.setting.cluster, cell.setting.encoder) == (cluster, encoder)]
     rows = [
         (cell.setting.dataset, name, cell.speedup("microbatch", of=of, over=over))
@@ -65,7 +65,7 @@ def _dots(cells: list[Cell], cluster: str, encoder: Encoder, most: float) -> cha
     scale = {"domain": marks, "range": list(picture.COLOURS)}
     order = list(dict.fromkeys(cell.setting.dataset for cell in chosen))
     dots = {
-        "data": chart_parts.inline_csv({"dataset": list(datasets), "mark": list(names), "value": np.array(values)}),
+        "data": charts.inline_csv({"dataset": list(datasets), "mark": list(names), "value": np.array(values)}),
         "mark": {"type": "point", "filled": True, "size": 30, "opacity": 0.85},
         "encoding": {
             "y": {"field": "dataset", "type": "nominal", "title": None, "sort": order},
@@ -92,7 +92,7 @@ def _dots(cells: list[Cell], cluster: str, encoder: Encoder, most: float) -> cha
     return {**spec, "width": 225}
 
 
-def _scaling(study: Study) -> chart_parts.Spec:
+def _scaling(study: Study) -> charts.Spec:
     def curve(of: str, over: str) -> list[tuple[float, float]]:
         return [(cell.setting.ranks, cell.speedup("microbatch", of=of, over=over)) for cell in study.scaling]
 
@@ -117,7 +117,7 @@ def _scaling(study: Study) -> chart_parts.Spec:
     return {"hconcat": panels, "spacing": 40, "resolve": {"scale": {"color": "independent"}}}
 
 
-def _extreme(study: Study) -> chart_parts.Spec:
+def _extreme(study: Study) -> charts.Spec:
     panels = []
     for cluster in dict.fromkeys(one.cluster for one in study.extremes):
         curves = {
@@ -132,7 +132,7 @@ def _extreme(study: Study) -> chart_parts.Spec:
     return {"hconcat": panels, "spacing": 40}
 
 
-def _with_rule(chart: chart_parts.Spec, at: float, label: str) -> chart_parts.Spec:
+def _with_rule(chart: charts.Spec, at: float, label: str) -> charts.Spec:
     """A chart with a dashed line across it."""
     inner = {key: chart.pop(key) for key in ("data", "mark", "encoding")}
     value = {"values": [{"at": at, "label": label}]}

@@ -12,14 +12,14 @@ from typing import TypeAlias
 from benchmarks.study.baseline import StandardPacking, best_standard_packing
 from benchmarks.study.workload import Setting
 from benchmarks.workloads import MAX_LENGTH
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.cost.recipe import SplitAttention
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Batch, Solver
 from fcp_cli.planning.solvers import make_solver
-from fcp_cli.recipe import SplitAttention
 
 STANDARD, ULYSSES, STATIC, PAPER, OURS, SPLIT = (
     "standard packing",

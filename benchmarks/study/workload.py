@@ -14,15 +14,15 @@ import numpy as np
 from benchmarks.study.published import Encoder
 from benchmarks.workloads import MAX_LENGTH, family_table, media_manifest
 from fcp_cli.cost.profile import CostProfile
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.problem import Problem
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.recipe import Recipe
-from fcp_cli.vision.qwen_processors import QwenVision
+from fcp_cli.profiling.computed import analytic_profile
+from fcp_cli.vision.processors import QwenVision
 
 TEXT_MODELS = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama3.2-1b", "llama3.2-3b", "llama3-8b")
 VISION_MODELS = ("internvl3-2b", "internvl2.5-4b", "internvl3-8b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b")

@@ -9,8 +9,8 @@ from typing import Any
 import typer
 import typer.main
 
-from fcp_cli.app import app
-from fcp_cli.command_line.command import default_text, examples_of, help_section, metavar_of
+from fcp_cli.cli.app import app
+from fcp_cli.cli.command import default_text, examples_of, help_section, metavar_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

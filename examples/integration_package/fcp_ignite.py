@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fcp_cli import runtime as fcp
-from fcp_cli.extend.integrations import RunError, prepare
+from fcp_cli.extend import RunError, prepare
 
 
 class _NextMicroBatch(BaseException):

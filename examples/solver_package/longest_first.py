@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fcp_cli.extend.solvers import Assignment, Batch, GlobalBatches, Problem, Solver, packs_of, place_waves, work_on
+from fcp_cli.extend import Assignment, Batch, GlobalBatches, Problem, Solver, packs_of, place_waves, work_on
 
 
 def make_solver(batches: GlobalBatches) -> Solver:

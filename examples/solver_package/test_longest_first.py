@@ -6,7 +6,7 @@ import pytest
 from longest_first import make_solver
 
 from fcp_cli import Planner
-from fcp_cli.extend.solvers import assemble, batches_of
+from fcp_cli.extend import assemble, batches_of
 
 
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])

@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import causal_work, group_seconds
 from fcp_cli.cost.profile import ONLY_WHERE_GIVEN, Bandwidth, Coefficients, CostProfile, Heads, Memory, StepTerms
+from fcp_cli.util.arrays import FloatArray
 
 Tier = Literal["intra_node", "inter_node"]
 

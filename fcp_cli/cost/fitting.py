@@ -17,24 +17,18 @@ Undetermined coefficients, such as those of a ring that attention always hides, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from fcp_cli.arrays import FloatArray
 from fcp_cli.cost import formula
 from fcp_cli.cost.formula import PackParts
-from fcp_cli.cost.least_squares import (
-    OUTLIER_RELATIVE_ERROR,
-    mean_absolute_percentage,
-    non_negative_least_squares,
-    num_determined,
-    robust_least_squares,
-)
 from fcp_cli.cost.model import Work, causal_work, group_seconds, unit_prices, windowed_pairs
-from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CommonGround, CostProfile
+from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CommonGround, CostProfile, Heads
 from fcp_cli.errors import ProfileError
+from fcp_cli.util.arrays import FloatArray
 
 # Weight of the ring's prior against one sample; enough to hold coefficients that no sample determines.
 PRIOR_WEIGHT = 0.02
@@ -395,3 +389,163 @@ def _with_parameters(
             inter_node=rates.get("inter_node", prior.bandwidth.inter_node),
         ),
     )
+
+
+# Fit of the Ulysses exchange: message latency, and bandwidth as a share of the ring's.
+#
+# The model of a sample on a group of u x r ranks, with everything else known, is
+#
+#     seconds = rest + x bytes / bandwidth + exchange_seconds (u - 1),   bandwidth_share = 1 / x
+#
+# Bytes are counted from the model. Undetermined coefficients stay near their priors: the ring's bandwidth and the
+# measured message latency.
+
+_LEAST = 1e-3  # lower bound of fitted values, as a fraction of their starting values
+_LEAST_SECONDS = 1e-6  # starting latency if the prior has none
+# Weight of the prior against one sample. Low: latency grows tenfold if ranks share cores.
+_PRIOR_WEIGHT = 0.002
+
+
+def fit_groups(samples: Sequence[Sample], prior: CostProfile, *, held_out: Sequence[Sample] = ()) -> Fit:
+    """Fit samples with and without Ulysses: `fit_profile` on pure rings, then the exchange on the others.
+
+    If there are too few pure rings, `fit_profile` uses all samples with the prior's exchange prices.
+    """
+    sharing = [sample for sample in samples if sample.heads_degree > 1]
+    try:
+        fit = fit_profile(_rings(samples), prior, held_out=_rings(held_out))
+    except ProfileError:
+        if not sharing:
+            raise
+        fit = fit_profile(samples, prior, held_out=held_out)
+    if not sharing or fit.profile.heads is None:
+        return fit
+    profile = replace(fit.profile, heads=fit_heads(sharing, fit.profile, fit.profile.heads))
+    errors = predicted_seconds(samples, profile) / np.array([sample.seconds for sample in samples]) - 1.0
+    return replace(fit, profile=profile, relative_errors=errors)
+
+
+def _rings(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.heads_degree == 1]
+
+
+def fit_heads(samples: Sequence[Sample], profile: CostProfile, prior: Heads) -> Heads:
+    """Fit `bandwidth_share` and `exchange_seconds` to samples with a Ulysses degree > 1, keeping the rest fixed."""
+    measured = np.array([sample.seconds for sample in samples])
+
+    def predicted(slowness: float, message_seconds: float) -> FloatArray:
+        heads = replace(prior, bandwidth_share=1.0 / slowness, exchange_seconds=message_seconds)
+        return predicted_seconds(samples, replace(profile, heads=heads))
+
+    # Seconds are linear in both parameters, so two differences give the columns.
+    # 1e-12 stands for 0, which would divide by zero in the bandwidth share.
+    rest = predicted(1e-12, 0.0)
+    columns = np.stack([predicted(1.0, 0.0) - rest, predicted(1e-12, 1.0) - rest], axis=1)
+    start = np.array([1.0 / prior.bandwidth_share, max(prior.exchange_seconds, _LEAST_SECONDS)])
+    weights = _PRIOR_WEIGHT * np.array([1.0, prior.exchange_seconds > 0])
+
+    def errors(parameters: FloatArray) -> FloatArray:
+        relative = (rest + columns @ parameters) / measured - 1.0
+        return np.concatenate([relative, weights * (parameters / start - 1.0)])
+
+    slowness, message_seconds = robust_least_squares(errors, start, (_LEAST * start, np.full(2, np.inf))).tolist()
+    return replace(prior, bandwidth_share=1.0 / slowness, exchange_seconds=message_seconds)
+
+
+# Fit of a vision encoder's cost to measured calls, on relative error and robust to outliers.
+#
+#     seconds = beta + a * sum over parts of patches + b * sum over parts of patches^2
+#
+# The encoder attends within a part: an image, a pair of frames, a tile. beta is the fixed cost of a call, which every
+# micro-batch of a vision model pays once.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionCosts:
+    """Fitted coefficients beta, a and b; see the module."""
+
+    call_seconds: float
+    seconds_per_patch: float
+    seconds_per_patch2: float
+
+    def predicted_seconds(self, calls: Sequence[Sequence[int]]) -> FloatArray:
+        """Predict [calls] seconds; each call is the list of patches per part."""
+        coefficients = np.array([self.call_seconds, self.seconds_per_patch, self.seconds_per_patch2])
+        return np.asarray(_vision_columns(calls) @ coefficients)
+
+
+def fit_vision(calls: Sequence[Sequence[int]], seconds: FloatArray) -> VisionCosts:
+    """Fit non-negative coefficients by robust least squares, starting from non-negative least squares.
+
+    Args:
+        calls: measured calls, each a list of patches per part.
+        seconds: [calls] seconds of forward, or of forward and backward.
+
+    Raises:
+        ProfileError: there are too few calls or too few distinct part sizes.
+    """
+    if len(calls) < LEAST_SAMPLES:
+        raise ProfileError(f"{len(calls)} measurements of the vision encoder are too few: at least {LEAST_SAMPLES}")
+    columns = _vision_columns(calls)
+    relative = columns / seconds[:, None]
+    if num_determined(relative) < 3:
+        raise ProfileError("the vision encoder was measured with parts of too few sizes; at least three are needed")
+    solution = non_negative_least_squares(relative, np.ones(len(seconds)))
+    # Zero coefficients start slightly above zero: the robust fit works in multiples of its start.
+    start = np.maximum(solution, 1e-3 * np.median(seconds) / columns.max(axis=0))
+
+    def relative_errors(parameters: FloatArray) -> FloatArray:
+        return np.asarray(columns @ parameters / seconds - 1.0)
+
+    bounds = np.zeros(3), np.full(3, np.inf)
+    call, per_patch, per_patch2 = robust_least_squares(relative_errors, start, bounds).tolist()
+    return VisionCosts(call_seconds=call, seconds_per_patch=per_patch, seconds_per_patch2=per_patch2)
+
+
+def _vision_columns(calls: Sequence[Sequence[int]]) -> FloatArray:
+    """Return [calls, 3] the design matrix of the three coefficients."""
+    return np.array([(1.0, float(sum(parts)), float(sum(patches * patches for patches in parts))) for parts in calls])
+
+
+# Least squares for cost fits: non-negative, and robust to outliers in relative error.
+
+# Larger relative errors are outliers: they count linearly instead of squared.
+OUTLIER_RELATIVE_ERROR = 0.05
+
+
+def mean_absolute_percentage(relative_errors: npt.ArrayLike) -> float:
+    """Return the mean absolute relative error in percent."""
+    return float(np.mean(np.abs(np.asarray(relative_errors)))) * 100.0
+
+
+def num_determined(columns: FloatArray) -> int:
+    """Return the numerical rank of a design matrix of relative columns, none of which may be all zero."""
+    return int(np.linalg.matrix_rank(columns / np.linalg.norm(columns, axis=0), tol=1e-6))
+
+
+def non_negative_least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
+    """Return the x >= 0 that minimizes |columns @ x - values|; the columns may have different units."""
+    from scipy.optimize import nnls  # lazy: from the extra `fit`, which analytic profiles do not need
+
+    norms = np.linalg.norm(columns, axis=0)
+    norms[norms == 0] = 1.0
+    # Unscaled, the solver would drop columns of small norm, such as messages next to bytes.
+    return np.asarray(nnls(columns / norms, values)[0] / norms)
+
+
+def robust_least_squares(
+    relative_errors: Callable[[FloatArray], FloatArray], start: FloatArray, bounds: tuple[FloatArray, FloatArray]
+) -> FloatArray:
+    """Return the bounded parameters that minimize the soft-L1 loss of the relative errors; `start` must be > 0."""
+    from scipy.optimize import least_squares  # lazy: from the extra `fit`, which analytic profiles do not need
+
+    # Parameters are multiples of the start, since coefficients differ by many orders of magnitude.
+    found = least_squares(
+        lambda scaled: relative_errors(scaled * start),
+        np.ones(len(start)),
+        bounds=(bounds[0] / start, bounds[1] / start),
+        loss="soft_l1",
+        f_scale=OUTLIER_RELATIVE_ERROR,
+        x_scale="jac",
+    )
+    return np.asarray(found.x * start)

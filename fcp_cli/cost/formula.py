@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray
+from fcp_cli.util.arrays import FloatArray
 
 Number: TypeAlias = Any  # a float or an integer, or an array of them
 

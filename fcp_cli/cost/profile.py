@@ -18,14 +18,13 @@ from typing import Annotated, Any, Final, Literal
 import yaml
 from msgspec import Meta
 
-from fcp_cli.cost.attention_kernels import KernelTable
-from fcp_cli.cost.kernel_names import KERNELS, KernelName
-from fcp_cli.cost.recompute_levels import RecomputeLevel, check_levels
+from fcp_cli.cost.kernels import KernelTable
+from fcp_cli.cost.levels import RecomputeLevel, check_levels
+from fcp_cli.cost.recipe import KERNELS, KernelName, Phase, Recipe
 from fcp_cli.errors import ProfileError
-from fcp_cli.kinds import another_kind
-from fcp_cli.reading.documents import parse_yaml, read_text
-from fcp_cli.recipe import Phase, Recipe
-from fcp_cli.validation import Count, NonNegative, Positive, Share, fields_of, validated
+from fcp_cli.util.inputs import parse_yaml, read_text
+from fcp_cli.util.kinds import another_kind
+from fcp_cli.util.validation import Count, NonNegative, Positive, Share, fields_of, validated
 
 FORMAT: Final = "fcp-cost-profile/1"
 # The two models that a fit compares, by their names in the block `measurement`.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcp_cli.integrations.megatron.follow import Follower
-    from fcp_cli.integrations.megatron.stack import Stack
+    from fcp_cli.integrations.megatron.model import Stack
 
 _HOOKED = "get_forward_backward_func"
 
@@ -72,6 +72,6 @@ def _make_stack(is_under_mindspeed: bool, model: Any) -> Stack:
 
         first = model[0] if isinstance(model, list) else model
         return MindSpeedStack(get_model_config(first))
-    from fcp_cli.integrations.megatron.stack import MegatronStack
+    from fcp_cli.integrations.megatron.model import MegatronStack
 
     return MegatronStack()

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.job.job import unmade_plan
-from fcp_cli.launching.request import LOCAL, LaunchRequest
-from fcp_cli.machine.devices import LocalDevices
+from fcp_cli.launching.job import unmade_plan
+from fcp_cli.launching.request import LOCAL, STREAM_OPTIONS, LaunchRequest
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.job_facts import PlanningWish
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.planning.settings.options import PlanRequest
+from fcp_cli.plan.metadata import OnlineOptions, OnlineSettings, PlanMetadata, PlanningWish
+from fcp_cli.planning.candidates import solver_of
+from fcp_cli.planning.online import stream_batching, stream_metadata
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.recipe import unknown_lengths
+from fcp_cli.planning.settings import FOLDER_PROFILE, resolve_problem
+from fcp_cli.util.console import Assumptions
+from fcp_cli.util.machine import LocalDevices
 
 
 def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assumed: Assumptions) -> PlanMetadata:
@@ -28,8 +31,7 @@ def assumed_plan(plan: Path, model: str, ranks: int | None, manifest: Path, assu
         manifest: manifest of the plan.
         assumed: records the assumptions and the command that makes the plan.
     """
-    from fcp_cli.planning.settings.problem_settings import computed_basis  # slow to import, rarely needed
-    from fcp_cli.planning.settings.settings import ASSUMED_GLOBAL_BATCH_SIZE  # slow to import, rarely needed
+    from fcp_cli.planning.settings import ASSUMED_GLOBAL_BATCH_SIZE, computed_basis
 
     name = load_model(model).name
     found = Assumptions()
@@ -92,3 +94,31 @@ def unplanned_job(
     if model is not None and Path(model).exists():  # valid on every node, like a shipped name
         model = str(Path(model).absolute())
     return metadata, PlanningWish(model=model, profile=profile), lambda: machine
+
+
+# Planning settings for `fcp launch --online`.
+
+
+def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:
+    """Return the settings with which a script plans its stream online."""
+    if not request.program:
+        raise UsageError(
+            "--online is for a script of your own, given after --; the bundled trainer knows its lengths before: "
+            "plan them with 'fcp plan'"
+        )
+    if request.plan is not None:
+        raise UsageError("--plan is followed, --online makes one in the run directory; give one of them")
+    if target != LOCAL:
+        raise UsageError(f"--online starts a job from here; remove --target {target}, or start it on each node")
+    if request.model is None and request.profile is None and not FOLDER_PROFILE.is_file():
+        raise UsageError(
+            "--online prices steps before the script has made its model: name it with --model NAME|FILE|FOLDER, or "
+            "give measured times with --profile FILE"
+        )
+    wanted = PlanRequest(profile=request.profile, model=request.model, ranks=request.ranks)
+    problem, _budget = resolve_problem(wanted, assumed, data=unknown_lengths())
+    batching = stream_batching(request.global_batch_size, request.global_batch_tokens)
+    given = {name: value for name in STREAM_OPTIONS if (value := getattr(request, name)) is not None}
+    options = OnlineOptions(**given)
+    metadata = stream_metadata(problem, solver_of(problem), request.global_batch_size, batching)
+    return OnlineSettings(metadata=metadata, options=options)

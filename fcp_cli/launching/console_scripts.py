@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
-from fcp_cli.reading.documents import parse_yaml, read_text
+from fcp_cli.util.console import Assumptions
+from fcp_cli.util.inputs import parse_yaml, read_text
 
 _PYTHON: Final = re.compile(r"(python|pypy)[\d.]*$")
 # (Command, subcommand) -> module that it would run on each rank.

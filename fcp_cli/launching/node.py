@@ -18,20 +18,16 @@ from pathlib import Path
 from typing import TextIO
 
 from fcp_cli.errors import FcpError, RunError
-from fcp_cli.files import write_text_atomically
-from fcp_cli.launching.job.commands import path_of_python
-from fcp_cli.launching.job.environment import interface_value
-from fcp_cli.launching.job.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
-from fcp_cli.launching.supervision.full_disk import full_disk_line, is_full
-from fcp_cli.launching.supervision.run import JobOutcome, Screen, run_command
-from fcp_cli.launching.supervision.run_progress import RunProgress
-from fcp_cli.machine.network import interface_towards, port_problem, resolution_problem
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.owner import STALE_SECONDS
-from fcp_cli.runs.ownership import Ownership, own
-from fcp_cli.runs.record import write_record
-from fcp_cli.runs.summary import closing_line
+from fcp_cli.launching.commands import path_of_python
+from fcp_cli.launching.environment import interface_value
+from fcp_cli.launching.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
+from fcp_cli.launching.supervise import JobOutcome, RunProgress, Screen, full_disk_line, is_full, run_command
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runs.metrics_reader import closing_line
+from fcp_cli.runs.owner import STALE_SECONDS, Ownership, own
+from fcp_cli.runs.run_dir import RunPaths, write_record
+from fcp_cli.util.files import write_text_atomically
+from fcp_cli.util.network import interface_towards, port_problem, resolution_problem
 
 _GRACE_SECONDS = 280  # Slurm sends SIGTERM 300 seconds before the end of the job
 _STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by the Slurm script, which creates the file on SIGTERM

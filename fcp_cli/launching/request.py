@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from fcp_cli.cost.kernel_names import KernelChoice
-from fcp_cli.options import MOST_AHEAD, MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST_WAIT, Arg, Opt, OptionGroup
+from fcp_cli.cost.recipe import KernelChoice
 from fcp_cli.training.settings import Device, TrainSettings
+from fcp_cli.util.options import MOST_AHEAD, MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST_WAIT, Arg, Opt, OptionGroup
 
 Launcher: TypeAlias = Literal["torchrun", "msrun"]
 """Program that starts the ranks of a node."""

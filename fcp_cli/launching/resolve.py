@@ -9,35 +9,32 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from fcp_cli.console import Assumptions
-from fcp_cli.cost.kernel_names import KernelChoice
+from fcp_cli.cost.recipe import KernelChoice, RecipeRequest
 from fcp_cli.errors import PlanError, RunError, UsageError
-from fcp_cli.files import USUAL_MANIFESTS, manifest_here
+from fcp_cli.launching import preflight
 from fcp_cli.launching.assumed_plan import assumed_plan, has_plan_made, unplanned_job
-from fcp_cli.launching.checks import preflight
-from fcp_cli.launching.console_scripts import python_program
-from fcp_cli.launching.job.environment import job_variables, set_by_fcp
-from fcp_cli.launching.job.inject import hooked_environment, probe_variable
-from fcp_cli.launching.job.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable
-from fcp_cli.launching.job.nodes import check_ranks, place, planned_nodes
-from fcp_cli.launching.program import for_mindspore, is_mindspore, program_name, started_program
-from fcp_cli.launching.request import LOCAL, STREAM_OPTIONS, LaunchRequest, NumaBinding
-from fcp_cli.launching.targets.options import (
-    choose_target,
-    cluster_machine,
-    for_cluster,
-    hosts_of,
-    refuse_local_options,
+from fcp_cli.launching.commands import (
+    for_mindspore,
+    hooked_environment,
+    is_mindspore,
+    probe_variable,
+    program_name,
+    started_program,
 )
+from fcp_cli.launching.console_scripts import python_program
+from fcp_cli.launching.environment import job_variables, set_by_fcp
+from fcp_cli.launching.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable, check_ranks, place, planned_nodes
+from fcp_cli.launching.request import LOCAL, STREAM_OPTIONS, LaunchRequest, NumaBinding
+from fcp_cli.launching.target_options import choose_target, cluster_machine, for_cluster, hosts_of, refuse_local_options
 from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, run_dir_of, trainer_settings
-from fcp_cli.machine.devices import LocalDevices, find_machine_without_torch
-from fcp_cli.machine.network import free_ports, interface_towards
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.file.proven import read_proven
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.recipe import RecipeRequest
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.launch_record import followed_plan, latest_run_dir, read_launch
+from fcp_cli.plan.file import read_proven
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runs.run_dir import RunPaths, followed_plan, latest_run_dir, read_launch
+from fcp_cli.util.console import Assumptions
+from fcp_cli.util.files import USUAL_MANIFESTS, manifest_here
+from fcp_cli.util.machine import LocalDevices, find_machine_without_torch
+from fcp_cli.util.network import free_ports, interface_towards
 
 DEFAULT_PLAN = Path("plan.parquet")
 # Recipe settings that a new plan may change within a run; which weights are trained may not.
@@ -69,7 +66,7 @@ def resolve(request: LaunchRequest, find_machine: Callable[[], LocalDevices], as
     unplanned = has_plan_made(request, target, DEFAULT_PLAN)
     online = None
     if request.online:
-        from fcp_cli.launching.online import online_settings  # the planner's settings are slow to import
+        from fcp_cli.launching.assumed_plan import online_settings  # the planner's settings are slow to import
 
         online = online_settings(request, target, assumed)
     else:

@@ -8,25 +8,23 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
-from fcp_cli.console import Assumptions
+from fcp_cli.cost.recipe import check_shard_ranks
 from fcp_cli.errors import ProfileError, RunError, UsageError
+from fcp_cli.launching import preflight
 from fcp_cli.launching.assumed_plan import is_assumed
-from fcp_cli.launching.checks import preflight
-from fcp_cli.launching.checks.memory import check_recipe_of_plan
-from fcp_cli.launching.job.job import Job
-from fcp_cli.launching.job.nodes import planned_profile
+from fcp_cli.launching.job import Job, planned_profile
+from fcp_cli.launching.memory_check import check_recipe_of_plan
 from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.models.model import known_model, load_model
 from fcp_cli.models.weights import find_weights, has_weights
-from fcp_cli.plan.file.proven import read_proven
-from fcp_cli.plan.metadata.again import plan_again
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.recipe import check_shard_ranks
-from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
-from fcp_cli.runs.folder import RunPaths, next_run_dir
-from fcp_cli.runs.launch_record import read_launch
+from fcp_cli.plan.file import read_proven
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.replan_command import plan_again
+from fcp_cli.runs.checkpoints import checkpoints
+from fcp_cli.runs.run_dir import RunPaths, next_run_dir, read_launch
 from fcp_cli.training.settings import TrainSettings, require_libraries
-from fcp_cli.validation import validated
+from fcp_cli.util.console import Assumptions
+from fcp_cli.util.validation import validated
 
 _PATHS: Final = (
     "weights",
@@ -191,7 +189,7 @@ def _note_vision(metadata: PlanMetadata, settings: TrainSettings, assumed: Assum
 def _manifests(request: LaunchRequest, plan: Path, metadata: PlanMetadata, assumed: Assumptions) -> tuple[Path, ...]:
     """Return the plan's manifests from which tokens are read; () for random tokens."""
     from fcp_cli.manifest.tokens import open_media
-    from fcp_cli.planning.batching.mixing import mixed_manifests, one_manifest
+    from fcp_cli.planning.batches import mixed_manifests, one_manifest
     from fcp_cli.training.data import has_tokens, require_texts
 
     mixture = metadata.mixture

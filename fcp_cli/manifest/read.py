@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -13,36 +14,35 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import ManifestError
-from fcp_cli.kinds import another_kind
-from fcp_cli.manifest.sources.masks import mask_rule
-from fcp_cli.manifest.sources.shards import ARROW_SUFFIXES, CsvShard, DataFile, open_shard
-from fcp_cli.manifest.table.checks import (
+from fcp_cli.manifest.columnar import ARROW_SUFFIXES, CsvShard, DataFile, open_shard
+from fcp_cli.manifest.mask_column import mask_rule
+from fcp_cli.manifest.table import (
     FACTORS,
+    LINE_SUFFIXES,
     LONGEST_TOKENS,
     NULL,
+    TABLE_SUFFIXES,
     USUAL_LENGTHS,
+    LengthTable,
     checked_table,
     empty_factors,
     is_list,
     length_column_of,
-)
-from fcp_cli.manifest.table.columns import new_column, release
-from fcp_cli.manifest.table.header import (
-    LINE_SUFFIXES,
-    TABLE_SUFFIXES,
     manifest_files,
     manifest_source,
+    new_column,
     read_footer,
     readable,
+    release,
 )
-from fcp_cli.manifest.table.lines import read_lengths_jsonl
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.masks import MASK_COLUMN, MaskRows
-from fcp_cli.reading.inputs import bounded_lines, open_input
-from fcp_cli.reading.parquet import open_parquet
-from fcp_cli.words import nearest
+from fcp_cli.util.arrays import FloatArray, IntArray
+from fcp_cli.util.inputs import bounded_lines, decode_record, open_input
+from fcp_cli.util.kinds import another_kind
+from fcp_cli.util.masks import MASK_COLUMN, MaskRows
+from fcp_cli.util.parquet import open_parquet
+from fcp_cli.util.validation import shown
+from fcp_cli.util.words import nearest
 
 __all__ = ["read_lengths_jsonl", "read_manifest", "remarks"]
 
@@ -215,3 +215,196 @@ def _factor(column: Any, file: Path, name: str) -> FloatArray | IntArray:
 def _int64(column: Any) -> IntArray:
     values: IntArray = column.to_numpy(zero_copy_only=False)
     return values
+
+
+# Read lengths from text: one JSON value per line, from a pipe or a file.
+
+_STDIN: Final = "standard input"
+
+
+def read_lengths_jsonl(
+    stream: Iterable[str],
+    *,
+    length_column: str = "length",
+    place: str = _STDIN,
+    name: str = "stdin",
+) -> LengthTable:
+    """Read a sequence per line: a number of tokens, or an object with `length` and the optional columns.
+
+    Blank lines are skipped. For a list, as the line or under `length_column`, the length is its number of items.
+
+    Args:
+        stream: the lines.
+        length_column: key of the length; if the first object has no `length`, the default finds a usual name.
+        place: source of the lines, for messages.
+        name: the name of the table.
+    """
+    # Arrays of numbers: a list would hold an object for each of possibly millions of lengths.
+    lengths, etas = array("q"), array("d")
+    vision = {name: array("q") for name in FACTORS if name != "eta"}
+    for number, line in _lines(stream, place):
+        where = f"line {number} of {place}"
+        record = _record(line, where, length_column)
+        if not lengths:
+            length_column = length_column_of(
+                length_column, [key for key, value in record.items() if isinstance(value, int | list)]
+            )
+        if length_column not in record:
+            raise ManifestError(_without_length(record, where, length_column, place))
+        lengths.append(_whole(record[length_column], where, length_column))
+        etas.append(_number(record.get("eta") or 0, where, "eta"))
+        for factor, column in vision.items():
+            column.append(_whole(record.get(factor) or 0, where, factor))
+    if not lengths:
+        raise ManifestError(
+            f'{place} has no lines: write one length per line, for example {{"length": 4096}} '
+            "(texts: `fcp manifest build`)"
+        )
+    factors: dict[str, FloatArray | IntArray] = {"eta": np.asarray(etas, np.float64)}
+    factors |= {factor: np.asarray(column, np.int64) for factor, column in vision.items()}
+    return checked_table(name, length_column, np.asarray(lengths, np.int64), factors)
+
+
+def _lines(stream: Iterable[str], place: str) -> Iterable[tuple[int, str]]:
+    try:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield number, line
+    except UnicodeDecodeError as error:
+        raise ManifestError(f"{place} is not UTF-8 text; write one JSON value per line") from error
+
+
+def _record(line: str, where: str, length_column: str) -> dict[str, Any]:
+    try:
+        value = decode_record(line)
+    except ValueError as error:
+        raise ManifestError(
+            f"{where} is not JSON: {line.strip()[:60]!r}; write one length per line (texts: `fcp manifest build`)"
+        ) from error
+    return value if isinstance(value, dict) else {length_column: value}
+
+
+def _without_length(record: dict[str, Any], where: str, length_column: str, place: str) -> str:
+    missing = f"{where} has no {length_column!r}; its keys are {', '.join(record)}; name one with --length-column"
+    if place == _STDIN or not any(isinstance(value, str | list) for value in record.values()):
+        return missing
+    build = shlex.join(["fcp", "manifest", "build", place, "-o", "lengths.parquet"])
+    return f"{missing}, or count the tokens of texts with `{build}` (and --tokenizer)"
+
+
+def _whole(value: Any, where: str, name: str) -> int:
+    if isinstance(value, list):
+        return len(value)
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not whole or isinstance(value, bool) or abs(value) >= 2**63:
+        raise ManifestError(f"{where}: {name} is {shown(value)}, not a whole number of 64 bits")
+    return int(value)
+
+
+def _number(value: Any, where: str, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ManifestError(f"{where}: {name} is {shown(value)}, not a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ManifestError(f"{where}: {name} is {shown(value)}, too large a number") from error
+
+
+# Statistics of a manifest: token counts, length distribution, and the share of the longest sequences.
+
+# Columns that count what a row has of pictures -> noun of what is counted.
+PICTURE_COUNTS: Final = {"num_images": "image", "num_videos": "video", "vision_patches": "patch"}
+PERCENTILES: Final = (50.0, 90.0, 99.0, 99.9)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bin:
+    """Sequences with `from_tokens` <= length < `to_tokens`; bounds are consecutive powers of two."""
+
+    from_tokens: int
+    to_tokens: int
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ManifestSummary:
+    """Statistics of a manifest.
+
+    Attributes:
+        percentiles: length in tokens at each of `PERCENTILES`, as an actual length of the manifest (nearest rank).
+        longest_percent_token_share: share of tokens in the longest 1 % of sequences (at least one sequence).
+        bins: histogram from the shortest to the longest length, without gaps.
+    """
+
+    rows: int
+    tokens: int
+    min_tokens: int
+    mean_tokens: float
+    max_tokens: int
+    percentiles: dict[float, int]
+    longest_percent_token_share: float
+    bins: tuple[Bin, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a flat document for `--json`."""
+        return {
+            "rows": self.rows,
+            "tokens": self.tokens,
+            "length_tokens": {"min": self.min_tokens, "mean": self.mean_tokens, "max": self.max_tokens}
+            | {f"p{percentile:g}": length for percentile, length in self.percentiles.items()},
+            "longest_percent_token_share": self.longest_percent_token_share,
+            "histogram": [
+                {"from_tokens": b.from_tokens, "to_tokens": b.to_tokens, "sequences": b.sequences, "tokens": b.tokens}
+                for b in self.bins
+            ],
+        }
+
+
+def summarize(table: LengthTable) -> ManifestSummary:
+    """Summarize all rows; sorts a copy of the lengths."""
+    lengths = np.sort(table.length_tokens)
+    rows, tokens = len(lengths), int(lengths.sum())
+    longest = lengths[rows - max(1, rows // 100) :]
+    return ManifestSummary(
+        rows=rows,
+        tokens=tokens,
+        min_tokens=int(lengths[0]),
+        mean_tokens=tokens / rows,
+        max_tokens=int(lengths[-1]),
+        percentiles={p: int(lengths[max(0, int(np.ceil(p / 100 * rows)) - 1)]) for p in PERCENTILES},
+        longest_percent_token_share=int(longest.sum()) / tokens,
+        bins=_bins(lengths),
+    )
+
+
+def count_pictures(path: Path) -> dict[str, int]:
+    """Return the images, videos and patches of all rows of a manifest; empty if it was built without them."""
+    if path.suffix != ".parquet" or not path.is_file():
+        return {}
+    with readable(path):
+        file = open_parquet(path)
+        names = [name for name in PICTURE_COUNTS if name in file.schema_arrow.names]
+        if "num_images" not in names:
+            return {}
+        counts = dict.fromkeys(names, 0)
+        for batch in file.iter_batches(columns=names):  # all rows at once would take memory that grows with the data
+            for name in names:
+                counts[name] += int(pc.sum(batch.column(name)).as_py() or 0)
+        return counts
+
+
+def _bins(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Bin, ...]:
+    """Histogram ascending lengths over powers of two."""
+    first, last = int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length()
+    edges = [1 << power for power in range(first, last + 1)]
+    cuts = np.searchsorted(lengths, edges)
+    return tuple(
+        Bin(
+            from_tokens=edges[i],
+            to_tokens=edges[i + 1],
+            sequences=int(cuts[i + 1] - cuts[i]),
+            tokens=int(lengths[cuts[i] : cuts[i + 1]].sum()),
+        )
+        for i in range(len(edges) - 1)
+    )

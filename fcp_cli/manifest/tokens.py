@@ -9,20 +9,16 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.chat import ChatData, ChatEncoder, ChatTokens
+from fcp_cli.manifest.columnar import ColumnarTokens, columnar, open_shard
+from fcp_cli.manifest.mask_column import MaskRule, mask_rule
+from fcp_cli.manifest.media import MediaRecords
+from fcp_cli.manifest.megatron import MegatronIndex, MegatronTokens
+from fcp_cli.manifest.pictures import PICTURES_COLUMN, PictureData, PictureRecords
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.base import SourceTokens
-from fcp_cli.manifest.sources.chat import ChatData, ChatTokens
-from fcp_cli.manifest.sources.columnar import ColumnarTokens, columnar
-from fcp_cli.manifest.sources.jsonl import JsonLines, JsonLinesTokens
-from fcp_cli.manifest.sources.masks import MaskRule, mask_rule
-from fcp_cli.manifest.sources.media.media import MediaRecords
-from fcp_cli.manifest.sources.media.pictures import PICTURES_COLUMN, PictureData, PictureRecords
-from fcp_cli.manifest.sources.megatron import MegatronIndex, MegatronTokens
-from fcp_cli.manifest.sources.shards import open_shard
-from fcp_cli.manifest.sources.text import TextTokens
-from fcp_cli.manifest.table.header import (
+from fcp_cli.manifest.sources import SourceTokens
+from fcp_cli.manifest.table import (
     LINE_SUFFIXES,
     TABLE_SUFFIXES,
     build_command,
@@ -30,11 +26,12 @@ from fcp_cli.manifest.table.header import (
     manifest_source,
     readable,
 )
-from fcp_cli.manifest.tokenizing.chat import ChatEncoder
-from fcp_cli.manifest.tokenizing.tokenizer import open_tokenizer
-from fcp_cli.masks import MASK_COLUMN, MaskedSequence
-from fcp_cli.reading.parquet import open_parquet
-from fcp_cli.reading.remote import data_path
+from fcp_cli.manifest.text import JsonLines, JsonLinesTokens, TextTokens
+from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.util.arrays import IntArray
+from fcp_cli.util.masks import MASK_COLUMN, MaskedSequence
+from fcp_cli.util.parquet import open_parquet
+from fcp_cli.util.remote import data_path
 from fcp_cli.vision.processors import open_processor, recorded_processor
 
 

@@ -12,17 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from fcp_cli.errors import UsageError
-from fcp_cli.memory.activations import kept_bytes
-from fcp_cli.memory.precision import precision_of
-from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.state import Cut
-from fcp_cli.memory.table import RankMemory
-from fcp_cli.memory.trained import check_trained
-from fcp_cli.memory.vision import vision_bytes
-from fcp_cli.models.model import ModelSpec
-from fcp_cli.plan.pricing.setup import RankShape, Sync
-from fcp_cli.recipe import (
+from fcp_cli.cost.recipe import (
     LayerRecompute,
     Loss,
     Offload,
@@ -34,6 +24,13 @@ from fcp_cli.recipe import (
     ZeroStage,
     check_recipe,
 )
+from fcp_cli.errors import UsageError
+from fcp_cli.memory.activations import kept_bytes, vision_bytes
+from fcp_cli.memory.items import RankMemory, precision_of
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.state import Cut, check_trained
+from fcp_cli.models.model import ModelSpec
+from fcp_cli.plan.setup import RankShape, Sync
 
 LEAST_TOKENS: Final = 16_384
 """Tokens a rank that a recipe should leave room for: below that, rings of long sequences wait for their messages."""
@@ -49,7 +46,7 @@ _REDUCES: Final[tuple[Reduce, ...]] = ("wave", "step")
 _STAGE_BUDGETS: Final = 5  # token budgets of pipelines whose stages recompute as needed
 
 # Most peers of a rank if groups are contiguous, as fcp's are. Pure rings are counted over all possible groups
-# (planning.fcp.peer_limit); plans with Ulysses degrees had at most 14 on nodes of eight.
+# (planning.groups); plans with Ulysses degrees had at most 14 on nodes of eight.
 RING_PEERS: Final = 8
 _SHARED_HEADS_PEERS: Final = 22
 

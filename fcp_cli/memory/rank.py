@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from fcp_cli.cost.levels import RecomputeLevel, layers_by_level
 from fcp_cli.cost.profile import heads_degrees
-from fcp_cli.memory import activations, vision
-from fcp_cli.memory.precision import precision_of
-from fcp_cli.memory.state import WHOLE, Cut, State, communicators
-from fcp_cli.memory.table import MemoryItem, Moment, RankMemory
-from fcp_cli.memory.trained import backward_of
-from fcp_cli.models.figures import LayerKind
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.memory import activations
+from fcp_cli.memory.items import MemoryItem, Moment, RankMemory, precision_of
+from fcp_cli.memory.state import WHOLE, Cut, State, backward_of, communicators
+from fcp_cli.models.layers import LayerKind
 from fcp_cli.models.model import ModelSpec
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.recipe import Recipe
+from fcp_cli.plan.metadata import Sync
 
 
 @lru_cache(maxsize=256)  # a recipe search needs it for the fit and again for the profile
@@ -153,8 +153,8 @@ class _MicroBatch:
     def encoder(self) -> Moment:
         """Return the moment of the vision encoder, before or after the language model."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
-        block = self._item("encoder block", vision.vision_block_bytes(spec, recipe, precision))
-        kept = self._item("visual tokens", vision.vision_bytes(spec, recipe, precision))
+        block = self._item("encoder block", activations.vision_block_bytes(spec, recipe, precision))
+        kept = self._item("visual tokens", activations.vision_bytes(spec, recipe, precision))
         return Moment(name="vision encoder", items=(*self.held, kept, block, self.state.new_gradients()))
 
     def forwards(self) -> list[Moment]:
@@ -178,7 +178,7 @@ class _MicroBatch:
             logits = self._item("logits", size, most_bytes=most)
             moments.append(Moment(name="loss head, forward", items=(*held, norm, logits)))
         if spec.vision is not None:
-            block = spec.vision.merge_size**2 * vision.patch_bytes(spec.vision, precision)
+            block = spec.vision.merge_size**2 * activations.patch_bytes(spec.vision, precision)
             moments.append(Moment(name="vision encoder", items=(*held, self._item("encoder block", block))))
         return moments
 
@@ -203,7 +203,7 @@ class _MicroBatch:
         return (
             self._item("layer inputs" if recipe.recomputes_layers else "activations", layers),
             *self._states(reached),
-            self._item("visual tokens", vision.vision_bytes(spec, recipe, precision)),
+            self._item("visual tokens", activations.vision_bytes(spec, recipe, precision)),
             self._item("micro-batch", activations.input_bytes(spec, precision)),
         )
 
@@ -233,3 +233,36 @@ class _MicroBatch:
     def _item(self, name: str, bytes_per_token: float, *, most_bytes: float = math.inf) -> MemoryItem:
         tensor = self.state.cut.tensor_parallel
         return MemoryItem(name=name, bytes_per_token=bytes_per_token / tensor, most_bytes=most_bytes / tensor)
+
+
+# Peak memory of a rank with as-needed recomputation, by the tokens of its micro-batch.
+
+
+def as_needed_bytes(
+    spec: ModelSpec,
+    recipe: Recipe,
+    levels: Sequence[RecomputeLevel],
+    tokens: int,
+    memory_of: Callable[[Recipe], RankMemory],
+) -> float:
+    """Return the peak memory in bytes of a rank whose first layers may recompute at a higher level than the others.
+
+    It is the maximum of two moments: the start of the backward, when all layers hold their kept activations (the first
+    ones fewer), and the start of the backward of the first layers, when the later layers have been freed.
+
+    Args:
+        spec: model; its layers are assumed to keep equal bytes.
+        recipe: recipe of the plan.
+        levels: levels of the plan's profile; the tokens select one or two of them.
+        tokens: tokens of the rank in the micro-batch.
+        memory_of: returns the memory of a rank if all layers follow a recipe.
+    """
+    number, count = layers_by_level(levels, tokens, spec.num_layers)
+    # Clamped: at level 0 all layers use it, and there is no lower one.
+    pair = [replace(recipe, recompute=levels[max(place, 0)].recompute) for place in (number - 1, number)]
+    memories = [memory_of(one) for one in pair]
+    low, high = (memory.total_bytes(tokens) for memory in memories)
+    if count == spec.num_layers:
+        return high
+    of_low, of_high = (tokens * memory.kept_bytes_per_token / spec.num_layers for memory in memories)
+    return max(low - count * (of_low - of_high), high - (spec.num_layers - count) * of_high)

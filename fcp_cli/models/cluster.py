@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from fcp_cli.cost.kernel_names import KernelChoice, KernelName
+from fcp_cli.cost.profile import CostProfile, load_cost_profile
+from fcp_cli.cost.recipe import KernelChoice, KernelName
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.machine.accelerators import Accelerators
-from fcp_cli.machine.host import cpu_name, host_memory_bytes, usable_cores
-from fcp_cli.models.descriptions import find_shipped, is_shipped, read_description
-from fcp_cli.validation import NonEmptyText, NonNegative, Positive, RankCount, validated
+from fcp_cli.models.model import find_shipped, is_shipped, load_model, read_description
+from fcp_cli.util.files import shipped
+from fcp_cli.util.machine import Accelerators, cpu_name, host_memory_bytes, usable_cores
+from fcp_cli.util.validation import NonEmptyText, NonNegative, Positive, RankCount, validated
 
 EXAMPLE_CLUSTER: Final = "example-8x8"
 """Default cluster if none is specified."""
@@ -216,3 +217,22 @@ def this_machine() -> ClusterSpec:
             "microbatch_seconds": assumed,
         },
     )
+
+
+# Example cost profiles shipped with fcp, for each model that fits the example cluster.
+#
+# Each is made with: fcp profile --analytic --model MODEL --cluster example-8x8 -o profiles/cost/MODEL-
+# example-8x8.yaml
+
+DEFAULT_MODEL: Final = "qwen3-vl-8b"
+"""Default model of plans and profiles for accelerators."""
+
+
+def shipped_profile_path(model: str) -> Path:
+    """Return the path of a shipped model's profile on the example cluster."""
+    return shipped("profiles") / "cost" / f"{load_model(model).name}-{EXAMPLE_CLUSTER}.yaml"
+
+
+def shipped_profile(model: str) -> CostProfile:
+    """Load a shipped model's analytic profile on the example cluster."""
+    return load_cost_profile(shipped_profile_path(model))

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal
 
 from fcp_cli.errors import ProfileError
-from fcp_cli.models.configurations.hf_config import read_hf_config
-from fcp_cli.models.descriptions import find_shipped, read_description
-from fcp_cli.models.figures import Architecture, KeyValueHeads, TextFigures
-from fcp_cli.models.layers import LanguageModel
-from fcp_cli.models.sizes import HeadCount, KernelSize, LayerCount, LayerIndex, PixelCount, Width
-from fcp_cli.validation import NonEmptyText, fields_of, validated
+from fcp_cli.models.checkpoint_config import read_hf_config
+from fcp_cli.models.layers import (
+    LINEAR_CHUNK,
+    Architecture,
+    Attention,
+    HeadCount,
+    KernelSize,
+    KeyValueHeads,
+    LanguageModel,
+    LayerCount,
+    LayerIndex,
+    PixelCount,
+    TextFigures,
+    Width,
+)
+from fcp_cli.util.files import shipped
+from fcp_cli.util.inputs import parse_yaml, read_text
+from fcp_cli.util.validation import NonEmptyText, fields_of, validated
+from fcp_cli.util.words import nearest_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,3 +350,157 @@ def _vision_complaints(spec: ModelSpec, vision: VisionSpec) -> list[tuple[bool, 
             f"vision.axis_positions is {vision.axis_positions}; gemma4 needs it, and no other kind has it",
         ),
     ]
+
+
+# Model and cluster descriptions in YAML: found by name, alias or path; each value has its source.
+
+_YAML: Final = (".yaml", ".yml")
+Kind = Literal["model", "cluster"]
+
+
+def read_description(path: Path, *, kind: Kind) -> dict[str, Any]:
+    """Read a description file; return its mapping without `format`."""
+    text = read_text(path, error=ProfileError, label=f"the {kind} ")
+    document = parse_yaml(text, name=str(path), error=ProfileError)
+    found = document.pop("format", None) if isinstance(document, dict) else type(document).__name__
+    if not isinstance(document, dict) or found != f"fcp-{kind}/1":
+        raise ProfileError(f"{path} is not a {kind} description: expected 'format: fcp-{kind}/1', found {found!r}")
+    return document
+
+
+def find_shipped(name: str, *, kind: Kind) -> Path:
+    """Return the shipped description with that name or alias; case, dashes and an organisation prefix are ignored."""
+    if _is_path(name):
+        what = "a YAML, a config.json or the folder of a checkpoint" if kind == "model" else "a YAML"
+        near = _nearest_files(name, kind)
+        hint = f"nearest: {', '.join(near)}" if near else f"names of shipped {kind}s: 'fcp list {kind}s'"
+        raise ProfileError(f"{name} is not {what}, or does not exist; {hint}")
+    names, path = _shipped_names(kind), _shipped_path(name, kind)
+    if path is not None:
+        return path
+    keys = {_key(candidate): candidate for candidate in names}
+    near = _nearest_files(name, kind)
+    near += [keys[key] for key in nearest_words(_key(name), keys, most=3, cutoff=0.5)]
+    hint = f"nearest: {', '.join(near[:3])}" if near else f"known: {', '.join(shipped_names(kind))}"
+    other = "or give a YAML or the folder of a checkpoint" if kind == "model" else "or give a YAML"
+    raise ProfileError(f"unknown {kind} {name!r}; {hint}; {other}")
+
+
+def _nearest_files(name: str, kind: Kind) -> list[str]:
+    """Return the descriptions with the most similar names in the folder that a name points to, written as it is."""
+    start = name[: name.rfind("/") + 1]
+    try:
+        found = list(Path(start).expanduser().iterdir())
+    except (OSError, RuntimeError):
+        return []
+    files = (one for one in found if one.suffix in _YAML or (kind == "model" and (one / "config.json").is_file()))
+    return nearest_words(name, [f"{start}{one.name}" for one in files], most=3)
+
+
+def is_shipped(name: str, *, kind: Kind) -> bool:
+    """Return whether a description with that name or alias is shipped."""
+    return _shipped_path(name, kind) is not None
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a name is clearly a path, so that a mistyped path never matches a shipped name."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
+def _shipped_path(name: str, kind: Kind) -> Path | None:
+    if _is_path(name):
+        return None
+    by_key = {_key(candidate): path for candidate, path in _shipped_names(kind).items()}
+    return by_key.get(_key(name)) or by_key.get(_key(name.rsplit("/", 1)[-1]))
+
+
+def shipped_aliases(kind: Kind) -> dict[str, list[str]]:
+    """Return the aliases of each shipped description."""
+    aliases: dict[str, list[str]] = {name: [] for name in shipped_names(kind)}
+    for name, path in _shipped_names(kind).items():
+        if name != path.stem:
+            aliases[path.stem].append(name)
+    return aliases
+
+
+def shipped_names(kind: Kind) -> list[str]:
+    """Return the names of all shipped descriptions, without aliases."""
+    return sorted(path.stem for path in (shipped("profiles") / f"{kind}s").glob("*.yaml"))
+
+
+@cache
+def _shipped_names(kind: Kind) -> dict[str, Path]:
+    names: dict[str, Path] = {}
+    for path in sorted((shipped("profiles") / f"{kind}s").glob("*.yaml")):
+        document = read_description(path, kind=kind)
+        names[document["name"]] = path
+        names.update(dict.fromkeys(document.get("aliases", []), path))
+    return names
+
+
+def _key(name: str) -> str:
+    # Keep dots, since 1.7 and 17 billion parameters differ, and slashes, for organisation names.
+    return re.sub(r"[^a-z0-9./]", "", name.lower())
+
+
+# Counts the operations (FLOPs) of a model's forward pass, as a sum over layer kinds.
+#
+# - Matrices: 2 per entry and token; of experts, only active ones. - Causal softmax attention: H (D + Dv) per layer
+# and token pair, half of a full mask's (D = head size of queries and keys, Dv of values). For windows,
+# `cost.model.windowed_pairs` counts the pairs. - Linear attention, in chunks of C tokens with a Dk x Dv state per
+# head: 2 C (3 Dk + 2 Dv) + 6 Dk Dv per token and head. - State spaces with a P x N state per head: 2 C (N + P) + 4 P
+# N per token and head, as in transformers, which repeats a group's states for each head. - Vision encoder: full
+# attention, 4 h per block and pair of patches in an image, frame or window. Pairs in windows grow linearly with the
+# patches.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operations:
+    """Operations of a model's forward pass on one device."""
+
+    linear_per_token: float  # layer matrices, output layer and state updates
+    attention_per_token2: float  # causal, layers without windows
+    window_per_token2: float = 0.0  # causal, layers with windows
+    vision_per_patch: float = 0.0
+    vision_per_patch2: float = 0.0  # full mask within an image or frame
+
+
+def forward_operations(spec: ModelSpec) -> Operations:
+    """Count the operations of a forward pass, including the output layer (22 % of Qwen3-1.7B's matrices)."""
+    vision = spec.vision
+    return Operations(
+        linear_per_token=2.0 * spec.matrix_parameters + _linear_attention(spec) + _state_spaces(spec),
+        attention_per_token2=1.0 * spec.query_elements("full", "latent"),
+        window_per_token2=1.0 * spec.query_elements("window"),
+        vision_per_patch=_operations_per_patch(vision) if vision else 0.0,
+        vision_per_patch2=4.0 * vision.full_attention_blocks * vision.hidden_size if vision else 0.0,
+    )
+
+
+def _layers(spec: LanguageModel, attention: Attention) -> int:
+    return sum(kind.attention == attention for kind in spec.layer_kinds)
+
+
+def _linear_attention(spec: LanguageModel) -> float:
+    layers = _layers(spec, "linear")
+    if not layers:
+        return 0.0
+    linear = spec.linear_figures
+    keys, values = linear.key_size, linear.value_size
+    return layers * linear.value_heads * (2.0 * LINEAR_CHUNK * (3 * keys + 2 * values) + 6.0 * keys * values)
+
+
+def _state_spaces(spec: LanguageModel) -> float:
+    layers = _layers(spec, "mamba")
+    if not layers:
+        return 0.0
+    mamba = spec.mamba_figures
+    size, state = mamba.head_size, mamba.state_size
+    return layers * mamba.heads * (2.0 * mamba.chunk_size * (state + size) + 4.0 * size * state)
+
+
+def _operations_per_patch(vision: VisionSpec) -> float:
+    """Count matrices and windowed attention, with all windows full: slightly too much at picture edges."""
+    matrices = 2.0 * (vision.block_parameters + vision.projector_parameters / vision.merge_size**2)
+    windowed_blocks = vision.depth - vision.full_attention_blocks
+    return matrices + 4.0 * windowed_blocks * vision.hidden_size * vision.window_patches

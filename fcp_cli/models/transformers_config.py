@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from fcp_cli.models.configurations.hf_names import (
+from fcp_cli.models.checkpoint_config import (
     EXPERT_NAMES,
     LATENT_NAMES,
     LAYER_TYPES,
@@ -13,7 +13,7 @@ from fcp_cli.models.configurations.hf_names import (
     MIXERS,
     TEXT_NAMES,
 )
-from fcp_cli.models.figures import Experts
+from fcp_cli.models.layers import Experts
 from fcp_cli.models.model import ModelSpec, VisionSpec
 
 _BACKBONES: Final = {

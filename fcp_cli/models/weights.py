@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from fcp_cli.errors import RunError
-from fcp_cli.reading.documents import read_json
-from fcp_cli.validation import shown
-from fcp_cli.words import first_line
+from fcp_cli.util.inputs import read_json
+from fcp_cli.util.validation import shown
+from fcp_cli.util.words import first_line
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"

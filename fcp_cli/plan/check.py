@@ -12,18 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.file.stored import list_sizes
-from fcp_cli.plan.layout import BrokenRule, check_layout, check_ranks, first_of, row_of_rank
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, unpack_rows
-from fcp_cli.plan.metadata.refits import refitted
-from fcp_cli.plan.peers import PeerCount
-from fcp_cli.plan.pricing.packs import step_prices
-from fcp_cli.plan.pricing.prices import Prices
-from fcp_cli.plan.pricing.timeline import priced_times
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.file import PlanReader, list_sizes
+from fcp_cli.plan.metadata import PlanMetadata, refitted, unpack_rows
+from fcp_cli.plan.pricing import priced_times, step_prices
+from fcp_cli.plan.rings import BrokenRule, PeerCount, check_layout, check_ranks, first_of, row_of_rank
+from fcp_cli.plan.setup import Prices
 from fcp_cli.plan.step import RingGroup, StepPlan
-from fcp_cli.words import counted
+from fcp_cli.util.words import counted
 
 _TOLERANCE = 1e-6  # relative, of predicted seconds
 

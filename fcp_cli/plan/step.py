@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.arrays import FloatArray, Int32Array, IntArray
+from fcp_cli.util.arrays import FloatArray, Int32Array, IntArray
 
 
 def offsets_of(sizes: npt.ArrayLike) -> IntArray:

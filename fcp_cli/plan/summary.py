@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.plan.peers import PeerCount
-from fcp_cli.plan.pricing.padding import held_tokens
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.rings import PeerCount
+from fcp_cli.plan.setup import held_tokens
 from fcp_cli.plan.step import StepPlan
 
 

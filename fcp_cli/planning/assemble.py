@@ -6,23 +6,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, Int32Array, IntArray
 from fcp_cli.errors import PlanError
-from fcp_cli.plan.layout import check_layout
-from fcp_cli.plan.pricing.packs import (
+from fcp_cli.plan.pricing import (
     PlacedPacks,
     beside_language,
     encoder_shares,
     microbatch_prices,
+    priced_times,
     quickest_heads,
     wave_encoder_seconds,
 )
-from fcp_cli.plan.pricing.prices import Prices
-from fcp_cli.plan.pricing.timeline import priced_times
+from fcp_cli.plan.rings import check_layout
+from fcp_cli.plan.setup import Prices
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
 from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.problem import Assignment, Batch, Problem
-from fcp_cli.words import counted
+from fcp_cli.util.arrays import FloatArray, Int32Array, IntArray
+from fcp_cli.util.words import counted
 
 
 class BrokenAssignmentError(RuntimeError):

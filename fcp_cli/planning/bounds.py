@@ -9,16 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray
 from fcp_cli.cost.model import Work, recomputation_seconds
-from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.plan.pricing.speeds import Speeds
-from fcp_cli.planning.compiled.alone import alone_by_degree, least_alone, longest_alone
-from fcp_cli.planning.compiled.certificate import area_bound
-from fcp_cli.planning.compiled.crowds import waves_bound
-from fcp_cli.planning.compiled.dealing import dealt_bound
+from fcp_cli.plan.setup import Pipeline, Speeds
+from fcp_cli.planning.compiled.certificate import alone_by_degree, area_bound, least_alone, longest_alone
+from fcp_cli.planning.compiled.wave_bounds import dealt_bound, waves_bound
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, shared_tokens
 from fcp_cli.planning.problem import Problem
+from fcp_cli.util.arrays import FloatArray
 
 _MOST_ABREAST = 16  # if more sequences of a length fit side by side, the area bound is as good
 _MOST_SUMMED = 512  # longest sequences considered

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from fcp_cli.console import Assumptions
 from fcp_cli.cost.model import vision_seconds
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batching.batches import GlobalBatches
+from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
+from fcp_cli.util.console import Assumptions
 
 Wanted = Literal["ring", "wave", "auto"]
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.cost.formula import recomputation_seconds
+from fcp_cli.cost.levels import cheapest_tokens
 from fcp_cli.cost.model import Work, token_in_window_seconds, unit_prices
-from fcp_cli.cost.recompute_levels import cheapest_tokens
-from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, Splits
-from fcp_cli.planning.compiled.ways import tabulated
+from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, Splits, tabulated
 from fcp_cli.planning.problem import Problem
+from fcp_cli.util.arrays import IntArray
 
 
 def changed(inputs: PlannerInputs, **fields: Any) -> PlannerInputs:

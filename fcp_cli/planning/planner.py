@@ -9,23 +9,21 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fcp_cli.console import Assumptions
 from fcp_cli.errors import ManifestError, OverlongError, UsageError
-from fcp_cli.manifest.table.checks import LONGEST_TOKENS, checked_table
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.online import OnlineOptions, OnlineSettings
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.manifest.table import LONGEST_TOKENS, LengthTable, checked_table
+from fcp_cli.plan.metadata import OnlineOptions, OnlineSettings, Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import batch_of
-from fcp_cli.planning.fcp.solver import solver_of
-from fcp_cli.planning.online.settings import stream_batching, stream_metadata
+from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.candidates import solver_of
+from fcp_cli.planning.online import stream_batching, stream_metadata
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.problem_settings import resolve_problem
-from fcp_cli.planning.settings.rank_speeds import GivenSpeeds, speeds_words
-from fcp_cli.planning.settings.recipe_search import unknown_lengths
-from fcp_cli.validation import validated
+from fcp_cli.planning.ranks import GivenSpeeds, speeds_words
+from fcp_cli.planning.recipe import unknown_lengths
+from fcp_cli.planning.settings import resolve_problem
+from fcp_cli.util.console import Assumptions
+from fcp_cli.util.validation import validated
 
 
 class Planner:

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from fcp_cli.arrays import FloatArray, Int32Array, IntArray
-from fcp_cli.cost.model import Work
+import numpy.typing as npt
+
+from fcp_cli.cost.model import Work, vision_seconds
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.plan.metadata.refits import refitted
-from fcp_cli.plan.pricing.setup import PlanSetup
-from fcp_cli.plan.pricing.speeds import Speeds, named_speeds
-from fcp_cli.recipe import Phase
-from fcp_cli.validation import fields_of
+from fcp_cli.cost.recipe import Phase
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan import pricing as pricing
+from fcp_cli.plan.metadata import PlanMetadata, refitted
+from fcp_cli.plan.pricing import padded_work
+from fcp_cli.plan.setup import PlanSetup, Speeds, named_speeds
+from fcp_cli.util.arrays import FloatArray, Int32Array, IntArray
+from fcp_cli.util.validation import fields_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,3 +173,39 @@ class StepPricer(Protocol):
     def price(self, batch: Batch) -> PricedStep:
         """Predict one step of the batch."""
         ...
+
+
+# Work of sequences and packs under a problem's profile, including the padding of rings.
+
+
+def batch_work(sequences: LengthTable, problem: Problem) -> Work:
+    """Return [sequences] the work of each sequence on a single rank, padded for one rank.
+
+    If all ranks of a wave share the encoder's work (`batch_encoder_seconds`), it is not included.
+    """
+    if problem.encoder_balance is not None:
+        sequences = pricing.without_pictures(sequences)
+    return pricing.single_rank_work(sequences, problem.profile, problem.padding_multiple)
+
+
+def batch_encoder_seconds(sequences: LengthTable, problem: Problem) -> FloatArray | None:
+    """Return [n] the single-rank encoder seconds of each sequence if a wave's ranks share them, else None."""
+    return None if problem.encoder_balance is None else vision_seconds(sequences, problem.profile)
+
+
+def work_on(work: Work, degree: npt.ArrayLike, problem: Problem) -> Work:
+    """Return the work of sequences padded for groups of `degree` ranks, not divided by it; the arguments broadcast."""
+    return padded_work(work, degree, problem.padding_multiple, problem.profile)
+
+
+def pack_work(work: Work, members: IntArray, offsets: IntArray, degree: npt.ArrayLike, problem: Problem) -> Work:
+    """Return [packs] the total work of packs, padded for their groups.
+
+    Args:
+        work: the work of the batch's sequences.
+        members: members of all packs, back to back: pack p has `members[offsets[p]:offsets[p + 1]]`, at least one.
+        offsets: [packs + 1].
+        degree: degree of the packs' groups: [packs], or one for all.
+        problem: the problem, for the padding of rings.
+    """
+    return pricing.pack_work(work.take(members), offsets, degree, problem.profile, problem.padding_multiple)

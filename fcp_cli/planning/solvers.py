@@ -11,13 +11,13 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, TypeAlias, cast
 
 from fcp_cli.cost.profile import CostProfile
+from fcp_cli.cost.recipe import SplitAttention
 from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.planning.assemble import BrokenAssignmentError, check_assignment
-from fcp_cli.planning.baselines.drafts import FunctionSolver
-from fcp_cli.planning.batching.batches import GlobalBatches
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.drafts import FunctionSolver
 from fcp_cli.planning.problem import Assignment, Batch, Problem, Solver
-from fcp_cli.plugins import Plugin, Registry
-from fcp_cli.recipe import SplitAttention
+from fcp_cli.util.plugins import Plugin, Registry
 
 SolverFactory: TypeAlias = Callable[[GlobalBatches], Solver]
 """Makes a solver for one plan. It may read the plan's batches to tune itself once, as `static` does."""
@@ -47,7 +47,7 @@ class Strategy:
     plans: bool = True
 
 
-_PUBLISHED: Final = "fcp_cli.planning.published"
+_PUBLISHED: Final = "fcp_cli.planning.strategies"
 
 
 def _unplanned(module: str) -> Strategy:
@@ -57,7 +57,7 @@ def _unplanned(module: str) -> Strategy:
 
 _OWN: Final[Mapping[str, Strategy]] = {
     "fcp": Strategy(
-        factory="fcp_cli.planning.fcp.limits:make_solver",
+        factory="fcp_cli.planning.candidates:make_solver",
         options=frozenset({"max_degree", "max_groups", "max_peers"}),
     ),
     "block-fcp": _unplanned("block_fcp"),
@@ -78,9 +78,9 @@ _OWN: Final[Mapping[str, Strategy]] = {
     "megatron-dynamic-cp": Strategy(factory=f"{_PUBLISHED}.megatron_dynamic_cp:make_solver"),
     "megatron-packing": Strategy(factory=f"{_PUBLISHED}.megatron_packing:make_solver"),
     "packing": Strategy(factory=f"{_PUBLISHED}.row_packing:make_solver"),
-    "padded": Strategy(factory="fcp_cli.planning.baselines.padded:make_solver", plans=False),
+    "padded": Strategy(factory="fcp_cli.planning.padded:make_solver", plans=False),
     "skrull": _unplanned("skrull"),
-    "static": Strategy(factory="fcp_cli.planning.baselines.static:make_solver"),
+    "static": Strategy(factory="fcp_cli.planning.static:make_solver"),
     "usp": Strategy(factory=f"{_PUBLISHED}.split_heads:make_usp", attention="2d"),
     "wlb-llm": Strategy(factory=f"{_PUBLISHED}.wlb_llm:make_solver"),
     "zeppelin": _unplanned("zeppelin"),

@@ -7,24 +7,21 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import CostProfile, Sync
+from fcp_cli.cost.recipe import Recipe, RecipeRequest
 from fcp_cli.errors import ProfileError, RunError, UsageError
-from fcp_cli.extras import pip_install
-from fcp_cli.machine.devices import find_machine
-from fcp_cli.machine.host import host_memory_bytes
 from fcp_cli.memory.fitting import FittedRecipe, JobRanks, fitting_recipe
-from fcp_cli.memory.table import RESERVE_FRACTION
-from fcp_cli.models.cluster import EXAMPLE_CLUSTER, THIS_MACHINE, cluster_like, load_cluster
+from fcp_cli.memory.items import RESERVE_FRACTION
+from fcp_cli.models.cluster import DEFAULT_MODEL, EXAMPLE_CLUSTER, THIS_MACHINE, cluster_like, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.models.shipped import DEFAULT_MODEL
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.profiling.computed.as_needed import as_needed_profile
-from fcp_cli.profiling.fits.measurement import Measurement, default_degrees, default_vision_layers
-from fcp_cli.profiling.fits.memory_block import place_of
+from fcp_cli.profiling.computed import analytic_profile, as_needed_profile
+from fcp_cli.profiling.fits import place_of
 from fcp_cli.profiling.options import ProfileRequest
-from fcp_cli.profiling.workers.footprint import default_layers
-from fcp_cli.recipe import Recipe, RecipeRequest
+from fcp_cli.profiling.samples import Measurement, default_degrees, default_vision_layers
+from fcp_cli.profiling.worker import default_layers
+from fcp_cli.util.console import Assumptions
+from fcp_cli.util.machine import find_machine, host_memory_bytes
+from fcp_cli.util.plugins import pip_install
 
 _CPU_MODEL = "qwen3-tiny"
 _CPU_MAX_LENGTH, _MAX_LENGTH = 4096, 131_072
@@ -194,7 +191,7 @@ def _device(kind: str) -> tuple[str, float]:
     """Return the name and memory of this machine's first device."""
     import torch
 
-    from fcp_cli.profiling.workers.device import device_memory_bytes, device_name
+    from fcp_cli.profiling.timing import device_memory_bytes, device_name
 
     first = torch.device(kind, 0)
     return device_name(first), device_memory_bytes(first, ranks_on_host=1)

@@ -16,15 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from fcp_cli.machine.processes import kill_tree
-from fcp_cli.machine.torchrun import torchrun_argv
-from fcp_cli.profiling.fits.measurement import Measurement
-from fcp_cli.profiling.fits.samples import SamplesFile, read_samples
+from fcp_cli.profiling.samples import Measurement, SamplesFile, read_samples
+from fcp_cli.util.processes import kill_tree, torchrun_argv
 
 _POLL_SECONDS = 0.2
 # After its budget, a worker still measures step and memory; beyond this grace time it counts as hanging.
 _GRACE_SECONDS = 300.0
-_WORKER = ("-m", "fcp_cli.profiling.workers.worker")
+_WORKER = ("-m", "fcp_cli.profiling.worker")
 
 
 def run_measurement(

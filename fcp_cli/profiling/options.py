@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.cost.kernel_names import KernelChoice
-from fcp_cli.options import MOST_RANKS, Opt, OptionGroup
-from fcp_cli.recipe import RecipeRequest
+from fcp_cli.cost.recipe import KernelChoice, RecipeRequest
+from fcp_cli.util.options import MOST_RANKS, Opt, OptionGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

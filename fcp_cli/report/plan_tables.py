@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fcp_cli.console import bar, new_table, print_table
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.plan.metadata.refits import refit_text
-from fcp_cli.plan.peers import PeerCount
-from fcp_cli.plan.pricing.speeds import speeds_text
+import numpy as np
+import numpy.typing as npt
+
+from fcp_cli.cost.profile import parse_cost_profile
+from fcp_cli.errors import PlanError
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import PlanMetadata, refit_text, refitted
+from fcp_cli.plan.pricing import step_prices
+from fcp_cli.plan.rings import PeerCount
+from fcp_cli.plan.setup import Pipeline, Prices, speeds_text
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.plan.summary import PlanSummary
-from fcp_cli.report.memory import ranks_are_hosts
-from fcp_cli.words import counted, ranges
+from fcp_cli.planning.batches import planned_manifest
+from fcp_cli.report.profiles import ranks_are_hosts
+from fcp_cli.util.arrays import FloatArray, IntArray
+from fcp_cli.util.console import bar, new_table, print_table
+from fcp_cli.util.words import counted, ranges
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
 
 _BAR_COLUMNS = 24
 _MOST_RANKS_SHOWN = 64
@@ -213,3 +226,244 @@ def step_document(step: StepPlan, num_ranks: int) -> dict[str, Any]:
             for microbatch in step.microbatches()
         ],
     }
+
+
+# Tolerant plan reader for displays.
+#
+# `plan.check` verifies a plan strictly. This reads what can be displayed, skips broken steps, and lists edits and
+# skipped steps in `problems`.
+
+_QUICK_BYTES = 100_000_000  # hashing a larger file would take too long to show one step
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanFile:
+    """An open plan.
+
+    Attributes:
+        problems: one line per problem; complete once `steps` is exhausted.
+    """
+
+    reader: PlanReader
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.reader.path
+
+    @property
+    def metadata(self) -> PlanMetadata:
+        return self.reader.metadata
+
+    def steps(self, first: int = 0) -> Generator[StepPlan, None, None]:
+        """Yield the displayable steps from `first` on, in order."""
+        left_out, reason, before = 0, "", first - 1
+        try:
+            for step, broken in self.reader.stored_steps(first):
+                fault = "out of order" if step.step <= before else _unseen(step, self.metadata)
+                if broken is None and fault is None:
+                    before = step.step
+                    yield step
+                else:
+                    reason = reason or str(broken or f"step {step.step}: {fault}")
+                    left_out += 1
+        finally:  # also if the caller stops early
+            if left_out:
+                more = f", and {left_out - 1} more" if left_out > 1 else ""
+                self.problems.append(f"{self.path}: skipped {reason}{more}")
+
+    def step(self, wanted: int) -> StepPlan:
+        """Return a step."""
+        with closing(self.steps(wanted)) as steps:
+            found = next((step for step in steps if step.step == wanted), None)
+        if found is None:
+            raise self.nothing_to_show(f"step {wanted}")
+        return found
+
+    def manifest(self, paths: Sequence[Path]) -> LengthTable | None:
+        """Read the manifests of this plan, or return None without a path."""
+        if not paths:
+            return None
+        table, planned = planned_manifest(self.metadata, paths, length_column="length"), self.metadata.manifest
+        if len(table) != planned.rows:
+            raise PlanError(
+                f"--manifest {paths[0]} has {counted(len(table), 'row')}, but {self.path} was planned from "
+                f"{counted(planned.rows, 'row')} of {planned.name}; name that one"
+            )
+        return table
+
+    def nothing_to_show(self, noun: str = "step") -> PlanError:
+        """Return the error for a plan without a displayable `noun`, with the latest reason."""
+        left_out = [problem.partition("skipped ")[2] for problem in self.problems if "skipped " in problem]
+        reason = f" ({left_out[-1]})" if left_out else ""
+        return PlanError(f"{self.path} has no displayable {noun}{reason}; see: fcp check {self.path}")
+
+
+def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
+    """Open a plan; if its content does not match its hash, `problems` says so.
+
+    Args:
+        path: the plan.
+        quickly: skip hashing if the file is large.
+    """
+    plan = PlanFile(reader=PlanReader(path))
+    if quickly and path.stat().st_size > _QUICK_BYTES:
+        return plan
+    stated = plan.metadata.plan_hash
+    if plan.reader.content_hash() != stated:
+        plan.problems.append(f"{path} was edited: its hash is not {stated[:12]} any more; see: fcp check {path}")
+    return plan
+
+
+def _unseen(step: StepPlan, metadata: PlanMetadata) -> str | None:
+    """Return why a valid step cannot be displayed, or None."""
+    if not metadata.first_step <= step.step < metadata.end_step:
+        return f"the plan ends with step {metadata.end_step - 1}"
+    if min(step.makespan_seconds, step.bound_seconds) <= 0:
+        return "it takes no time"
+    return None
+
+
+# Selects the ranks to display, node by node, and their axis ticks.
+
+_MOST_RANKS = 512  # more rows would not be visible and would bloat the page
+_MOST_NODE_LINES = 33
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanksShown:
+    """All ranks of a small job, or the ranks of each `every`-th node of a large one, in adjacent rows."""
+
+    num_ranks: int
+    ranks_per_node: int
+    every: int = 1
+
+    @classmethod
+    def of(cls, num_ranks: int, ranks_per_node: int) -> RanksShown:
+        """Select evenly spaced nodes with about 512 ranks in total."""
+        nodes = -(-num_ranks // ranks_per_node)
+        every = max(1, -(-nodes // max(1, _MOST_RANKS // ranks_per_node)))
+        return cls(num_ranks=num_ranks, ranks_per_node=ranks_per_node, every=every)
+
+    @classmethod
+    def all_of(cls, metadata: PlanMetadata) -> RanksShown:
+        """Select all ranks of a plan."""
+        return cls(num_ranks=metadata.num_ranks, ranks_per_node=metadata.ranks_per_node)
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return int(self.are_shown(np.arange(self.num_ranks)).sum())
+
+    def are_shown(self, ranks: IntArray) -> npt.NDArray[np.bool_]:
+        """Return whether each of these ranks has a row."""
+        return np.asarray(ranks // self.ranks_per_node % self.every == 0)
+
+    def rows(self, ranks: IntArray) -> IntArray:
+        """Return the row of each displayed rank."""
+        node = ranks // self.ranks_per_node // self.every
+        return np.asarray(node * self.ranks_per_node + ranks % self.ranks_per_node, dtype=np.int64)
+
+    def node_lines(self) -> list[int]:
+        """Return the first row of each further node; [] if there are too many."""
+        lines = list(range(self.ranks_per_node, self.count, self.ranks_per_node))
+        return lines if len(lines) < _MOST_NODE_LINES else []
+
+    def axis(self, most: int) -> dict[str, Any]:
+        """Return an axis with at most `most` ticks, each at the middle of a displayed rank's row."""
+        per_node = self.ranks_per_node
+        strides = [s for s in (1, 2, 4, 8, 16, 32) if s < per_node and per_node % s == 0]
+        strides += [per_node * 2**k for k in range(20)]
+        stride = next(s for s in strides if self.count <= most * s)
+        rank = f"floor(datum.value / {per_node}) * {per_node * self.every} + floor(datum.value) % {per_node}"
+        return {
+            "values": [row + 0.5 for row in range(0, self.count, stride)],
+            "labelExpr": f"format({rank}, ',')",
+            "labelOverlap": False,
+            "grid": False,
+            "ticks": False,
+        }
+
+    def in_words(self) -> str:
+        """Describe omitted ranks for a caption; "" if all are shown."""
+        if self.every == 1:
+            return ""
+        return f" {self.count:,} of {self.num_ranks:,} ranks are drawn: one node in {self.every}."
+
+
+# Draws a pipelined step: a rectangle per forward and backward pass of each stage; a rank's row is split by stage.
+
+
+class StageTimes(NamedTuple):
+    """Start and duration of each micro-batch in each block of layers, in seconds: [micro-batches, blocks].
+
+    With P stages, block b is on stage b % P.
+    """
+
+    forward_start: FloatArray
+    backward_start: FloatArray
+    forward_seconds: FloatArray
+    backward_seconds: FloatArray
+
+
+def stage_times(step: StepPlan, metadata: PlanMetadata, pipeline: Pipeline) -> StageTimes:
+    """Simulate a pipelined step as planned; seconds not explained by lengths count as encoder time."""
+    stages, prices = metadata.pipeline_parallel, _prices(step, metadata)
+    run = pipeline.run(step.rank_offsets, step.ranks, prices, stages=stages, num_ranks=metadata.num_ranks)
+    forward, backward, _sends = pipeline.block_seconds(prices, stages)
+    return StageTimes(run.forward_start, run.backward_start, forward, backward)
+
+
+def step_seconds_with(step: StepPlan, order: int, seconds: float, metadata: PlanMetadata, pipeline: Pipeline) -> float:
+    """Return the duration of a pipelined step if one micro-batch took `seconds`."""
+    prices = _prices(step, metadata)
+    ends = []
+    for factor in (1.0, seconds / float(step.seconds[order])):
+        scale = np.ones(len(step))
+        scale[order] = factor
+        changed = Prices(prices.seconds * scale, *(None if part is None else part * scale for part in prices[1:3]))
+        changed = changed._replace(rank_tokens=prices.rank_tokens)
+        run = pipeline.run(
+            step.rank_offsets, step.ranks, changed, stages=metadata.pipeline_parallel, num_ranks=metadata.num_ranks
+        )
+        ends.append(run.makespan_seconds)
+    return step.makespan_seconds + ends[1] - ends[0]
+
+
+def stage_bars(
+    step: StepPlan, shown: RanksShown, metadata: PlanMetadata, pipeline: Pipeline
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the columns of `page_data.bars_of` with pipeline stages: each rank's row is split into P parts."""
+    stages = metadata.pipeline_parallel
+    times = stage_times(step, metadata, pipeline)
+    rows = np.repeat(np.arange(len(step)), step.degrees)
+    wanted = shown.are_shown(step.ranks.astype(np.int64)) & (step.tokens[rows] > 0)
+    rows, ranks = rows[wanted], shown.rows(step.ranks.astype(np.int64)[wanted])
+    blocks = times.forward_start.shape[1]
+    row, block = np.repeat(rows, blocks), np.tile(np.arange(blocks), len(rows))
+    top = np.repeat(ranks, blocks) + (block % stages) / stages
+    starts = (times.forward_start[row, block], times.backward_start[row, block])
+    both = [np.concatenate(pair) for pair in ((row, row), (top, top), starts)]
+    lasts = np.concatenate((times.forward_seconds[row, block], times.backward_seconds[row, block]))
+    return {
+        "step": np.full(len(both[0]), step.step),
+        "order": both[0],
+        "degree": step.degrees[both[0]],
+        "tokens": step.tokens[both[0]],
+        "rank": both[1],
+        "top": both[1] + 1 / stages,
+        "start": both[2],
+        "end": both[2] + lasts,
+    }
+
+
+def _prices(step: StepPlan, metadata: PlanMetadata) -> Prices:
+    profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
+    found = step_prices(
+        step,
+        metadata,
+        profile=refitted(profile, metadata.refit_at(step.step)),
+        rank_speeds=metadata.speeds_at(step.step),
+    )
+    encoder = np.maximum(step.seconds - found.seconds, 0.0)
+    return found._replace(seconds=step.seconds, encoder_seconds=encoder)

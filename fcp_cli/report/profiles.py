@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from fcp_cli.console import new_table, print_table
-from fcp_cli.cost.explain import (
-    break_even_tokens,
-    example_lengths,
-    figures_of,
-    hidden_ring_tokens,
-    seconds_table,
-)
-from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, CostProfile
+from fcp_cli.cost.explain import break_even_tokens, example_lengths, figures_of, hidden_ring_tokens, seconds_table
+from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, CostProfile, parse_cost_profile
+from fcp_cli.errors import ProfileError
+from fcp_cli.manifest.read import PICTURE_COUNTS, ManifestSummary
+from fcp_cli.memory.fitting import sharing_ranks
+from fcp_cli.memory.items import RankMemory
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.memory.state import Cut
+from fcp_cli.models.cluster import THIS_MACHINE
+from fcp_cli.models.model import load_model
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.util.console import bar, new_table, print_table
+from fcp_cli.util.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -180,3 +184,118 @@ def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
             str(fit["held_out_points"]),
             str(fit["fitted_points"]),
         )
+
+
+# Prints a manifest's statistics and length histogram.
+
+_BAR_CELLS: Final = 22
+_BIN_COLUMNS: Final = 11  # width of the length range column
+_SHARE_COLUMNS: Final = 10  # width of a percentage and the column gap
+
+
+def print_manifest(
+    console: Console, source: dict[str, Any] | None, summary: ManifestSummary, pictures: Mapping[str, int]
+) -> None:
+    """Print the statistics of a manifest and a histogram of its lengths."""
+    from rich.table import Table
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_row("sequences", f"{summary.rows:,}")
+    facts.add_row("tokens", f"{summary.tokens:,}")
+    facts.add_row("length", f"min {summary.min_tokens:,}  mean {summary.mean_tokens:,.1f}  max {summary.max_tokens:,}")
+    facts.add_row("", "  ".join(f"p{p:g} {length:,}" for p, length in summary.percentiles.items()))
+    facts.add_row("longest 1 %", f"{summary.longest_percent_token_share:.1%} of all tokens")
+    if pictures:
+        facts.add_row("pictures", ", ".join(counted(count, PICTURE_COUNTS[name]) for name, count in pictures.items()))
+    facts.add_row("source", _source_text(source))
+    console.print(facts)
+    room = console.width - _BIN_COLUMNS - 2 * _SHARE_COLUMNS
+    bars = max(1, min(_BAR_CELLS, room // 2))
+    print_table(console, _histogram(summary, bars, ascii_only=console.options.ascii_only))
+
+
+def _source_text(source: dict[str, Any] | None) -> str:
+    if source is None:
+        return "not recorded: the file was not made by fcp manifest build"
+    place = f"{source['kind']} {source['path']}"
+    return f"{place}, tokens by {source['tokenizer']}" if source.get("tokenizer") else place
+
+
+def _histogram(summary: ManifestSummary, bar_cells: int, *, ascii_only: bool) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    chart = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    chart.add_column("length", justify="right", no_wrap=True)
+    for title in ("% of sequences", "% of tokens"):
+        chart.add_column(title, no_wrap=True, min_width=7 + bar_cells)
+    shares = [(span.sequences / summary.rows, span.tokens / summary.tokens) for span in summary.bins]
+    largest = max(max(pair) for pair in shares)
+    for span, pair in zip(summary.bins, shares, strict=True):
+        bars = [f"{share:6.1%} {bar(share / largest, bar_cells, ascii_only=ascii_only)}" for share in pair]
+        chart.add_row(f"{_short(span.from_tokens)} - {_short(span.to_tokens)}", *bars)
+    return chart
+
+
+def _short(tokens: int) -> str:
+    """Format a power of two in binary units: 512, 4k, 2M."""
+    for factor, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k")):
+        if tokens >= factor:
+            return f"{tokens // factor}{letter}"
+    return str(tokens)
+
+
+# Memory of a plan's ranks, in a sentence.
+
+_ITEMS_NAMED = 4
+
+
+def ranks_are_hosts(metadata: PlanMetadata) -> bool:
+    """Return whether ranks are CPU cores of one machine, which need no device memory for connections."""
+    try:
+        return parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").cluster == THIS_MACHINE
+    except ProfileError:
+        return False
+
+
+def planned_memory(metadata: PlanMetadata, peers: int) -> RankMemory | None:
+    """Return the modelled memory of a rank; None if the plan names no model or recipe.
+
+    Args:
+        metadata: plan metadata.
+        peers: maximum number of peers per rank.
+    """
+    if metadata.recipe is None:
+        return None
+    try:
+        profile = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile")
+        spec = load_model(profile.model)
+    except ProfileError:
+        return None
+    memory = rank_memory(
+        spec,
+        metadata.recipe,
+        sync=metadata.sync,
+        ranks=metadata.num_ranks,
+        cut=Cut(
+            tensor_parallel=metadata.tensor_parallel,
+            pipeline_parallel=metadata.pipeline_parallel,
+            expert_parallel=profile.expert_parallel,
+        ),
+        on_cpu=ranks_are_hosts(metadata),
+        peers=peers,
+        sharing=sharing_ranks(metadata.attention, metadata),
+    )
+    return memory if metadata.phase is None else memory.in_forward()
+
+
+def memory_sentence(metadata: PlanMetadata, memory: RankMemory) -> str:
+    """Describe the memory at the full token budget, in GB by use."""
+    assert metadata.recipe is not None, "the memory model needs one"
+    model = parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").model
+    tokens = metadata.tokens_per_rank
+    items = [f"{name} {size / 1e9:.1f}" for name, size in memory.items(tokens).items()]
+    named = ", ".join(items[:_ITEMS_NAMED]) + (" and more" if len(items) > _ITEMS_NAMED else "")
+    takes = f"{memory.total_bytes(tokens) / 1e9:.1f} GB under {metadata.recipe.describe()}"
+    return f"By the memory model of {model}, a rank at its full token budget takes {takes}: {named}."

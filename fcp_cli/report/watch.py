@@ -10,10 +10,10 @@ from pathlib import PurePath
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Literal
 
-from fcp_cli.console import bar
-from fcp_cli.runs.metrics.metrics_record import MetricsRecord, RunRecord, StepRecord
+from fcp_cli.runs.metrics import MetricsRecord, RunRecord, StepRecord
 from fcp_cli.runs.owner import Owner
-from fcp_cli.words import clock, counted, one_line, short_count, short_seconds
+from fcp_cli.util.console import bar
+from fcp_cli.util.words import clock, counted, one_line, short_count, short_seconds
 
 if TYPE_CHECKING:
     from rich.console import Group

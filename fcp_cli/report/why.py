@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fcp_cli.console import new_table, print_table
 from fcp_cli.cost.model import group_seconds, pack_parts
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.plan.pricing.packs import planned_sequences, ranks_together
-from fcp_cli.plan.pricing.pipeline import Pipeline
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.pricing import planned_sequences, ranks_together
+from fcp_cli.plan.setup import Pipeline
 from fcp_cli.plan.step import MicroBatch, StepPlan
-from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.work import batch_work, work_on
-from fcp_cli.report.stage_bars import stage_times, step_seconds_with
-from fcp_cli.words import counted
+from fcp_cli.planning.problem import Problem, batch_work, work_on
+from fcp_cli.report.plan_tables import stage_times, step_seconds_with
+from fcp_cli.util.console import new_table, print_table
+from fcp_cli.util.words import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.file.proven import read_proven
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.runs.checkpoints.checkpoint_header import check_plan_of, checkpoints, read_header
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.launch_record import LaunchRecord, followed_plan, read_launch
+from fcp_cli.plan.file import read_proven
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runs.checkpoints import check_plan_of, checkpoints, read_header
+from fcp_cli.runs.metrics_reader import summary_of
 from fcp_cli.runs.owner import refuse_running
-from fcp_cli.validation import shown
+from fcp_cli.runs.run_dir import LaunchRecord, RunPaths, followed_plan, from_here, read_launch
+from fcp_cli.util.validation import shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,3 +106,38 @@ def _manifest(given: Path | None, launched: LaunchRecord, plan: Path, metadata: 
             f"{plan} was made from {name}, which is not next to it; name it: fcp plan {name} --continue-from ..."
         )
     return found
+
+
+# Checks that a run's metrics cover the steps of its checkpoint.
+
+
+def recorded_steps(metrics: Path) -> int:
+    """Return the number of finished steps according to the metrics; 0 without metrics."""
+    last = summary_of(metrics).last
+    return 0 if last is None else last["step"] + 1
+
+
+def unrecorded(first: int, last: int) -> str:
+    """Name a range of unrecorded steps, counted from 1 as in the progress display."""
+    return f"step {last} is" if first == last else f"steps {first} to {last} are"
+
+
+def require_recorded(checkpoint: Path, *, accepts: bool) -> None:
+    """Check that the metrics record every step of the checkpoint.
+
+    Args:
+        checkpoint: the checkpoint to resume from.
+        accepts: whether the user accepts a gap.
+    """
+    finished, paths = read_header(checkpoint).step, RunPaths(run_dir=checkpoint.parent.parent)
+    recorded = recorded_steps(paths.metrics)
+    if accepts or finished <= recorded:
+        return
+    late = [path for path in checkpoints(paths.checkpoints) if read_header(path).step > recorded]
+    covered = [path.name for path in checkpoints(paths.checkpoints) if path not in late]
+    again = f"from {covered[-1]}" if covered else "from the beginning"
+    raise RunError(
+        f"{from_here(checkpoint)} has finished {finished} steps, but {from_here(paths.metrics)} records {recorded}: "
+        f"{unrecorded(recorded + 1, finished)} in no record; resume with --accept-unrecorded, or remove "
+        f"{' and '.join(path.name for path in late)} to train them again {again}"
+    )

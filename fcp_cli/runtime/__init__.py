@@ -10,21 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
-    from fcp_cli.integrations.hugging_face.mixin import FollowsPlan
-    from fcp_cli.runtime.data.loader import Fetch
-    from fcp_cli.runtime.data.mixed_fetch import mixed_fetch
+    from fcp_cli.integrations.hugging_face.data import PlanSampler
+    from fcp_cli.integrations.hugging_face.trainer import FollowsPlan
+    from fcp_cli.runtime.cursor import mixed_fetch
     from fcp_cli.runtime.gradients import GradientSync
-    from fcp_cli.runtime.metrics.timing import MicroBatchTiming
-    from fcp_cli.runtime.recomputation.offload import ActivationOffload
-    from fcp_cli.runtime.recomputation.recompute import keep_attention, keep_products, recomputed
-    from fcp_cli.runtime.ring_attention.attention import attention
-    from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
-    from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-    from fcp_cli.runtime.session.outside import outside
-    from fcp_cli.runtime.session.session import Session
-    from fcp_cli.runtime.session.start import start, steps
-    from fcp_cli.runtime.session.step import Step
+    from fcp_cli.runtime.loader import Fetch
+    from fcp_cli.runtime.metrics import MicroBatchTiming
+    from fcp_cli.runtime.recompute import ActivationOffload, keep_attention, keep_products, recomputed
+    from fcp_cli.runtime.ring import Ring, current_ring
+    from fcp_cli.runtime.ring_attention import attention
+    from fcp_cli.runtime.session import Session, outside, start, steps
+    from fcp_cli.runtime.step import LocalMicroBatch, Step
 
 __all__ = [
     "ActivationOffload",
@@ -49,25 +45,25 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ActivationOffload": ".recomputation.offload",
-    "Fetch": ".data.loader",
-    "FollowsPlan": "fcp_cli.integrations.hugging_face.mixin",
+    "ActivationOffload": ".recompute",
+    "Fetch": ".loader",
+    "FollowsPlan": "fcp_cli.integrations.hugging_face.trainer",
     "GradientSync": ".gradients",
-    "LocalMicroBatch": ".session.microbatch",
-    "MicroBatchTiming": ".metrics.timing",
-    "PlanSampler": "fcp_cli.integrations.hugging_face.data.sampler",
-    "Ring": ".ring_attention.ring",
-    "Session": ".session.session",
-    "Step": ".session.step",
-    "attention": ".ring_attention.attention",
-    "current_ring": ".ring_attention.ring",
-    "keep_attention": ".recomputation.recompute",
-    "keep_products": ".recomputation.recompute",
-    "mixed_fetch": ".data.mixed_fetch",
-    "outside": ".session.outside",
-    "recomputed": ".recomputation.recompute",
-    "start": ".session.start",
-    "steps": ".session.start",
+    "LocalMicroBatch": ".step",
+    "MicroBatchTiming": ".metrics",
+    "PlanSampler": "fcp_cli.integrations.hugging_face.data",
+    "Ring": ".ring",
+    "Session": ".session",
+    "Step": ".step",
+    "attention": ".ring_attention",
+    "current_ring": ".ring",
+    "keep_attention": ".recompute",
+    "keep_products": ".recompute",
+    "mixed_fetch": ".cursor",
+    "outside": ".session",
+    "recomputed": ".recompute",
+    "start": ".session",
+    "steps": ".session",
 }
 
 

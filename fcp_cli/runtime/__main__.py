@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fcp_cli.errors import FcpError, UsageError
-from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
-from fcp_cli.runtime.injection.error_file import record_error
-from fcp_cli.runtime.injection.install import install
-from fcp_cli.runtime.injection.ranks import is_scheduler
-from fcp_cli.runtime.online.early import start_early
+from fcp_cli.runtime.inject import install
+from fcp_cli.runtime.launcher import end_with_launcher, is_scheduler, record_error
+from fcp_cli.runtime.planner_process import start_early
 
 
 def main() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import ManifestError, RunError
-from fcp_cli.manifest.table.header import manifest_source
-from fcp_cli.manifest.tokenizing.tokenizer import FileTokenizer
+from fcp_cli.manifest.table import manifest_source
+from fcp_cli.manifest.tokenizer import FileTokenizer
 from fcp_cli.manifest.tokens import SyntheticTokens, TokenReader, open_media, open_pictures, open_tokens
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.planning.batching.mixing import mixed_manifests
-from fcp_cli.runtime.agreement.plan_agreement import require_causal
-from fcp_cli.runtime.data.mixed_fetch import mixed_fetch
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.planning.batches import mixed_manifests
+from fcp_cli.runtime.cursor import mixed_fetch
+from fcp_cli.runtime.plan_agreement import require_causal
 
 
 def open_data(

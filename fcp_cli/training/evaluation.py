@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fcp_cli.cost.recipe import Recipe, check_recipe
 from fcp_cli.errors import RunError, UsageError
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.recipe import Recipe, check_recipe
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics.metrics import evaluation_record
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runs.metrics import evaluation_record
+from fcp_cli.runs.run_dir import RunPaths
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session
-from fcp_cli.runtime.agreement.plan_agreement import agree_on_plan
-from fcp_cli.runtime.communication.connections import planned_hops
+from fcp_cli.runtime.choices import IGNORED
+from fcp_cli.runtime.connections import planned_hops
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
-from fcp_cli.runtime.loss.labels import IGNORED
-from fcp_cli.runtime.loss.token_loss import Labels, head_loss_sum, token_loss_sum
+from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
+from fcp_cli.runtime.plan_agreement import agree_on_plan
 from fcp_cli.training.settings import TrainSettings
 
 _BUCKETS = 48  # bucket b holds sequences of more than 2^(b-1) and up to 2^b tokens
@@ -83,10 +83,10 @@ def _planned(settings: TrainSettings, session: Session) -> Path:
 
 
 def _make_plan(path: Path, settings: TrainSettings, metadata: PlanMetadata) -> None:
-    from fcp_cli.planning.batching.batches import BatchSettings
-    from fcp_cli.planning.dataset.run import make_plan
+    from fcp_cli.planning.batches import BatchSettings
+    from fcp_cli.planning.make_plan import make_plan
     from fcp_cli.planning.problem import problem_of
-    from fcp_cli.planning.settings.settings import PlanInputs
+    from fcp_cli.planning.settings import PlanInputs
 
     assert settings.eval_manifest is not None
     table = read_manifest(settings.eval_manifest, length_column=settings.length_column)

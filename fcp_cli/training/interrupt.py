@@ -8,7 +8,7 @@ import socket
 from threading import Thread
 from types import FrameType
 
-from fcp_cli.machine import processes
+from fcp_cli.util import processes
 
 
 class StopRequest:

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.errors import RunError
-from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.ownership import own_unless_launched
+from fcp_cli.runs.checkpoints import checkpoints
+from fcp_cli.runs.owner import own_unless_launched
+from fcp_cli.runs.run_dir import RunPaths
 from fcp_cli.runtime import Fetch, Session, start
 from fcp_cli.training.data import open_data
 from fcp_cli.training.evaluation import open_held_out
 from fcp_cli.training.interrupt import StopRequest
-from fcp_cli.training.pictures.visuals import open_visuals
+from fcp_cli.training.pictures import open_visuals
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
-from fcp_cli.training.weights.models import has_vision, model_config, model_vocab_size
+from fcp_cli.training.weights import has_vision, model_config, model_vocab_size
 
 
 def train(settings: TrainSettings, stop: StopRequest) -> bool:

@@ -13,18 +13,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from fcp_cli.cost.recipe import Recipe, RecipeRequest, check_recipe, check_tuning, recipe_to_follow
 from fcp_cli.errors import UsageError
-from fcp_cli.extras import pip_install
-from fcp_cli.options import MOST_WORKERS, Opt, check_limits
-from fcp_cli.recipe import (
-    Recipe,
-    RecipeRequest,
-    check_recipe,
-    recipe_to_follow,
-)
-from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
-from fcp_cli.runtime.guards.on_nan import OnNan
-from fcp_cli.tuning import check_tuning
+from fcp_cli.runtime.choices import GradRingDtype, OnNan
+from fcp_cli.util.options import MOST_WORKERS, Opt, check_limits
+from fcp_cli.util.plugins import pip_install
 
 BadRows: TypeAlias = Literal["error", "skip"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "npu"]

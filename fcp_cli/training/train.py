@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from fcp_cli.errors import FcpError, RunError
-from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
-from fcp_cli.runtime.injection.error_file import record_error
+from fcp_cli.runtime.launcher import end_with_launcher, record_error
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import parse_settings
 

@@ -19,48 +19,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fcp_cli.console import note
+from fcp_cli.cost.recipe import check_shard_ranks
 from fcp_cli.errors import RunError
 from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import WeightFiles, find_weights
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.recipe import check_shard_ranks
-from fcp_cli.runs.checkpoints.checkpoint_header import (
-    CheckpointHeader,
-    check_header,
-    check_unfinished,
-    checkpoints,
-    read_header,
-)
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.recorded_steps import require_recorded
+from fcp_cli.runs.checkpoints import CheckpointHeader, check_header, check_unfinished, checkpoints, read_header
+from fcp_cli.runs.run_dir import RunPaths
+from fcp_cli.runs.trained_run import require_recorded
 from fcp_cli.runtime import LocalMicroBatch, Session, Step
-from fcp_cli.runtime.communication.world import World, gather_texts
-from fcp_cli.runtime.gradients.weight_types import WEIGHT_DTYPES
-from fcp_cli.runtime.metrics.recorder import device_name
+from fcp_cli.runtime.gradients import WEIGHT_DTYPES
+from fcp_cli.runtime.metrics import device_name
+from fcp_cli.runtime.transport import World, gather_texts
+from fcp_cli.training.checkpoint import (
+    CheckpointSaver,
+    TrainState,
+    keep_origin,
+    kept_names,
+    load_checkpoint,
+    remove_leftovers,
+    saved_buffers,
+)
 from fcp_cli.training.evaluation import evaluate
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
-from fcp_cli.training.report import TrainingReport, run_facts
+from fcp_cli.training.progress import TrainingReport, peak_of, run_facts, utilisation
 from fcp_cli.training.settings import TrainSettings, require_libraries
-from fcp_cli.training.utilisation import peak_of, utilisation
-from fcp_cli.training.weights.adapters import adapted_names, choose_trained, describe_frozen, export_adapters
-from fcp_cli.training.weights.checkpoint import TrainState, load_checkpoint, saved_buffers
-from fcp_cli.training.weights.initial import draw_weights
-from fcp_cli.training.weights.models import build_model, shard_model
-from fcp_cli.training.weights.offload import describe_offload, open_offload
-from fcp_cli.training.weights.origin import keep_origin, kept_names
-from fcp_cli.training.weights.saving import CheckpointSaver, remove_leftovers
-from fcp_cli.training.weights.sharded_weights import Replica, ShardedModel, ShardedWeights
-from fcp_cli.training.weights.shares import open_shares
-from fcp_cli.training.weights.weights import (
+from fcp_cli.training.sharding import Replica, ShardedModel, ShardedWeights, describe_offload, open_offload, open_shares
+from fcp_cli.training.weights import (
+    adapted_names,
+    build_model,
+    choose_trained,
+    describe_frozen,
     describe_unexpected,
+    draw_weights,
+    export_adapters,
     export_model,
     load_weights,
     match_weights,
+    shard_model,
     unexpected_weights,
 )
-from fcp_cli.words import counted, short_count
+from fcp_cli.util.console import note
+from fcp_cli.util.words import counted, short_count
 
 
 class Trainer:

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcp_cli.runtime.communication.transport import Handle, Transport
-from fcp_cli.runtime.communication.world import Waitable, World
+from fcp_cli.runtime.transport import Handle, Transport, Waitable, World
 from fcp_cli.verification.order import NEVER, RECEIVE, SEND, Operation
 
 BACKEND = "fcp-recorded"

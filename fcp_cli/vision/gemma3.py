@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcp_cli.masks import token_types
+from fcp_cli.util.masks import token_types
 from fcp_cli.vision.grids import tiled_sequence
 from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
 

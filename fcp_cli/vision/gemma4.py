@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.masks import CAUSAL, token_types
+from fcp_cli.util.arrays import IntArray
+from fcp_cli.util.masks import CAUSAL, token_types
 from fcp_cli.vision.grids import image_parts
 from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.errors import RunError
-from fcp_cli.masks import CAUSAL, Mask
+from fcp_cli.util.arrays import FloatArray, IntArray
+from fcp_cli.util.masks import CAUSAL, Mask
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,18 +2,546 @@
 
 from __future__ import annotations
 
+import math
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Protocol
+
+import numpy as np
+from msgspec import Meta
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.reading.documents import kind_of, read_json
-from fcp_cli.validation import validated
-from fcp_cli.vision.image_processors import Gemma4Vision, GemmaVision, InternVision
-from fcp_cli.vision.processor import VisionProcessor
-from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenImages, QwenVision
+from fcp_cli.util.arrays import IntArray
+from fcp_cli.util.inputs import kind_of, read_json
+from fcp_cli.util.validation import Count, Positive, validated
+
+# Visual tokens and encoder work of an image or video, and the interface of processors that count them.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Visual:
+    """The tokens and patches that one image or video adds to a sequence.
+
+    Attributes:
+        tokens: number of tokens that replace the placeholder, including start and end tokens, without `texts`.
+        grid: number of parts (frame pairs or tiles, within which attention stays), and patch height and width of each.
+        texts: texts between the visual tokens, such as time stamps.
+        part_seconds: time between parts of a video, if the model's positions depend on it.
+    """
+
+    tokens: int
+    grid: tuple[int, int, int]
+    texts: tuple[str, ...] = ()
+    part_seconds: float | None = None
+
+    @property
+    def patches(self) -> int:
+        """Number of patches for the vision encoder."""
+        return math.prod(self.grid)
+
+    @property
+    def patch_pairs(self) -> int:
+        """Sum of squared patches over the parts: proportional to the cost of attention within them."""
+        parts, height, width = self.grid
+        return parts * (height * width) ** 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marks:
+    """A checkpoint's placeholder texts for images and videos.
+
+    Attributes:
+        image, video: text that the chat template renders.
+        image_pad, video_pad: text of a visual token.
+        start, end: texts around the visual tokens of a part.
+    """
+
+    image: str
+    video: str
+    image_pad: str
+    video_pad: str
+    start: str
+    end: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """Text that replaces an image or video in a conversation, with a placeholder per run of visual tokens.
+
+    Attributes:
+        text: replacement of the chat template's text.
+        runs: number of visual tokens of each placeholder, in order.
+    """
+
+    text: str
+    runs: tuple[int, ...]
+
+
+class VisionProcessor(Protocol):
+    """Converts image and video sizes to tokens as a model family does.
+
+    Attributes:
+        template_marks: tokens that the chat template puts around a picture, not counted in `Visual.tokens`.
+        row_shape: shape of a row of the encoder's pixels: a patch or a tile.
+        frames_per_part: video frames encoded together.
+    """
+
+    @property
+    def template_marks(self) -> int: ...
+
+    @property
+    def row_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def frames_per_part(self) -> int: ...
+
+    def rows_per_part(self, visual: Visual) -> int:
+        """Return the number of pixel rows per part."""
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        """Return the height and width to which video frames are resized."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return all settings, for the manifest."""
+
+    def image(self, height: int, width: int) -> Visual:
+        """Return the visual tokens of an image, given its size in pixels."""
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        """Return the visual tokens of a video, given its size in pixels and its frame rate."""
+
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        """Return the indices of the sampled frames: [sampled]."""
+
+    def marks(self, tokenizer: Any) -> Marks:
+        """Return a checkpoint's placeholder texts, from the attributes of its tokenizer."""
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        """Return the text with which the processor replaces a picture."""
+
+
+# Visual token counts of processors with one pixel row per image, tile or frame: InternVL, Gemma 3 and Gemma 4.
+#
+# Formulas follow transformers 5.24 (`got_ocr2`, `internvl`, `gemma3`, `gemma4`), and tests compare them with the
+# library. Default sizes are those of published checkpoints.
+
+Tiles = Annotated[int, Meta(ge=1, le=1000, description="a whole number from 1 to 1000")]
+
+
+class _ImageRows:
+    """Base of processors for which each tile, image or frame is a pixel row and an encoder part."""
+
+    __slots__ = ()
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    @property
+    def frames_per_part(self) -> int:
+        return 1
+
+    def rows_per_part(self, visual: Visual) -> int:
+        return 1
+
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        return np.arange(frames)
+
+
+class _SquarePixels(_ImageRows):
+    """Base of processors whose pixel rows are equal-sized squares."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def side(self) -> int:
+        """Side of a square, in pixels."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return 3, self.side, self.side
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        return self.side, self.side
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InternVision(_SquarePixels):
+    """InternVL 2.5 and 3: square tiles in the grid with the closest aspect ratio, plus a thumbnail."""
+
+    name: str = "internvl"
+    tile_pixels: Count = 448
+    patch_size: Count = 14
+    tokens_per_tile: Count = 256
+    min_tiles: Tiles = 1
+    max_tiles: Tiles = 12
+
+    @property
+    def template_marks(self) -> int:
+        return 1  # a line break; <img> and </img> count as part of the image
+
+    @property
+    def side(self) -> int:
+        return self.tile_pixels
+
+    def image(self, height: int, width: int) -> Visual:
+        columns, rows = _best_grid(height, width, self.tile_pixels, self.min_tiles, self.max_tiles)
+        tiles = columns * rows
+        tiles += 1 if tiles > 1 else 0  # thumbnail, unless there is a single tile
+        return self._visual(tiles, marks=2)
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        texts = tuple(("" if i == 0 else "\n") + f"Frame{i + 1}: " for i in range(frames))
+        return self._visual(frames, marks=2 * frames, texts=texts)
+
+    def marks(self, tokenizer: Any) -> Marks:
+        pad: str = tokenizer.context_image_token
+        return Marks(
+            image=pad,
+            video=tokenizer.video_token,
+            image_pad=pad,
+            video_pad=pad,
+            start=tokenizer.start_image_token,
+            end=tokenizer.end_image_token,
+        )
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        tiles = visual.grid[0]
+        if not is_video:
+            return Written(text=f"{marks.start}{marks.image_pad}{marks.end}", runs=(tiles * self.tokens_per_tile,))
+        text = "".join(f"{title}{marks.start}{marks.video_pad}{marks.end}" for title in visual.texts)
+        return Written(text=text, runs=(self.tokens_per_tile,) * tiles)
+
+    def _visual(self, tiles: int, *, marks: int, texts: tuple[str, ...] = ()) -> Visual:
+        side = self.tile_pixels // self.patch_size
+        return Visual(tokens=tiles * self.tokens_per_tile + marks, grid=(tiles, side, side), texts=texts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmaVision(_SquarePixels):
+    """Gemma 3: each image as a square, and with pan and scan, crops of elongated images; no videos."""
+
+    name: str = "gemma3"
+    image_pixels: Count = 896
+    patch_size: Count = 14
+    tokens_per_image: Count = 256
+    pan_and_scan: bool = False
+    min_crop_pixels: Count = 256
+    max_crops: Tiles = 4
+    least_aspect: Positive = 1.2
+
+    @property
+    def template_marks(self) -> int:
+        return 0  # <start_of_image> counts as part of the image
+
+    @property
+    def side(self) -> int:
+        return self.image_pixels
+
+    def image(self, height: int, width: int) -> Visual:
+        crops = self._crops(min(height, width), max(height, width)) if self.pan_and_scan else 0
+        images, side = 1 + crops, self.image_pixels // self.patch_size
+        # Two line breaks and the start and end tokens surround each image; text separates them.
+        texts = ("Here is the original image ", _CROPS_TEXT, *([" "] * (crops - 1))) if crops else ()
+        return Visual(tokens=images * (self.tokens_per_image + 4), grid=(images, side, side), texts=texts)
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        raise ValueError("Gemma 3 takes no videos; give their frames as images")
+
+    def marks(self, tokenizer: Any) -> Marks:
+        start, pad, end = tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token
+        return Marks(image=start, video=pad, image_pad=pad, video_pad=pad, start=start, end=end)
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        image = f"\n\n{marks.start}{marks.image_pad}{marks.end}\n\n"
+        runs = (self.tokens_per_image,) * visual.grid[0]
+        if not visual.texts:
+            return Written(text=image, runs=runs)
+        return Written(text="".join(f"{text}{image}" for text in visual.texts), runs=runs)
+
+    def _crops(self, short: int, long: int) -> int:
+        """Return the number of crops along the image's longer side."""
+        if long / short < self.least_aspect:
+            return 0
+        wanted = min(long // self.min_crop_pixels, math.floor(long / short + 0.5))
+        crops = min(self.max_crops, max(2, wanted))
+        return 0 if min(math.ceil(long / crops), short) < self.min_crop_pixels else crops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemma4Vision(_ImageRows):
+    """Gemma 4: the image at its own aspect ratio, as large as the token limit allows, then padded; no videos."""
+
+    name: str = "gemma4"
+    patch_size: Count = 16
+    pooling_size: Count = 3
+    max_tokens: Count = 280
+
+    @property
+    def template_marks(self) -> int:
+        return 0  # <|image> and <image|> count as part of the image
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.max_tokens * self.pooling_size**2, 3 * self.patch_size**2
+
+    def image(self, height: int, width: int) -> Visual:
+        side, most = self.pooling_size * self.patch_size, self.max_tokens
+        scale = math.sqrt(most * side**2 / (height * width))
+        rows, columns = math.floor(scale * height / side), math.floor(scale * width / side)
+        if not rows and not columns:
+            raise ValueError(f"{height} x {width} pixels are smaller than a token of {side} x {side} pixels")
+        if not rows:
+            rows, columns = 1, min(width // height, most)
+        elif not columns:
+            rows, columns = min(height // width, most), 1
+        grid = (1, rows * self.pooling_size, columns * self.pooling_size)
+        return Visual(tokens=rows * columns + 2, grid=grid)
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        raise ValueError("videos of Gemma 4 cannot follow a plan; give their frames as images")
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        return visual.grid[1] * self.patch_size, visual.grid[2] * self.patch_size
+
+    def marks(self, tokenizer: Any) -> Marks:
+        pad: str = tokenizer.image_token
+        start, end = tokenizer.boi_token, tokenizer.eoi_token
+        return Marks(image=pad, video=pad, image_pad=pad, video_pad=pad, start=start, end=end)
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        return Written(text=f"{marks.start}{marks.image_pad}{marks.end}", runs=(visual.tokens - 2,))
+
+
+_CROPS_TEXT: Final = " and here are some crops to help you see better "
+
+
+@lru_cache(maxsize=1 << 16)
+def _best_grid(height: int, width: int, tile: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
+    """Return (columns, rows) with the closest aspect ratio; on ties, more tiles if the image half fills them."""
+    sides = range(1, max_tiles + 1)
+    grids = sorted(
+        ((c, r) for c in sides for r in sides if min_tiles <= c * r <= max_tiles), key=lambda grid: grid[0] * grid[1]
+    )
+    best, best_difference = (1, 1), math.inf
+    for columns, rows in grids:
+        difference = abs(width / height - columns / rows)
+        fills = height * width > 0.5 * tile * tile * columns * rows
+        if difference < best_difference or (difference == best_difference and fills):
+            best, best_difference = (columns, rows), difference
+    return best
+
+
+# Visual token counts of the Qwen-VL processors, in closed form.
+#
+# Formulas follow transformers 5.23 (`qwen2_vl`, `qwen3_vl`), and tests compare them with the library. Default sizes
+# are those of published checkpoints.
+#
+# H, W = height and width in pixels after resizing; f = pixels along a token's side (patch_size * merge_size).
+
+_MAX_ASPECT: Final = 200
+_DEFAULT_FPS: Final = 24.0  # Qwen3-VL's default for videos without a frame rate
+
+
+class _QwenPixels:
+    """Base of the Qwen-VL processors: patches that span several frames, and special tokens."""
+
+    __slots__ = ()
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+    @property
+    def template_marks(self) -> int:
+        return 2  # <|vision_start|> and <|vision_end|>; those between frames count as part of the video
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return (3 * self.temporal_patch_size * self.patch_size**2,)
+
+    @property
+    def frames_per_part(self) -> int:
+        return self.temporal_patch_size
+
+    def rows_per_part(self, visual: Visual) -> int:
+        return visual.grid[1] * visual.grid[2]
+
+    def frame_size(self, visual: Visual) -> tuple[int, int]:
+        return visual.grid[1] * self.patch_size, visual.grid[2] * self.patch_size
+
+    def marks(self, tokenizer: Any) -> Marks:
+        image, video, start, end = (
+            getattr(tokenizer, f"{name}_token", usual)
+            for name, usual in (
+                ("image", "<|image_pad|>"),
+                ("video", "<|video_pad|>"),
+                ("vision_start", "<|vision_start|>"),
+                ("vision_end", "<|vision_end|>"),
+            )
+        )
+        return Marks(image=image, video=video, image_pad=image, video_pad=video, start=start, end=end)
+
+    def written(self, visual: Visual, marks: Marks, *, is_video: bool) -> Written:
+        parts, height, width = visual.grid
+        tokens = height * width // self.merge_size**2
+        if not is_video:
+            return Written(text=marks.image_pad, runs=(tokens,))
+        if not visual.texts:
+            return Written(text=marks.video_pad, runs=(parts * tokens,))
+        text = "".join(f"{stamp}{marks.start}{marks.video_pad}{marks.end}" for stamp in visual.texts)
+        return Written(text=text, runs=(tokens,) * parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QwenVision(_QwenPixels):
+    """Qwen3-VL: an image at its own aspect ratio; a video as frame pairs with time stamps."""
+
+    name: str = "qwen3-vl"
+    patch_size: Count = 16
+    merge_size: Count = 2
+    temporal_patch_size: Count = 2
+    image_min_pixels: Count = 65_536
+    image_max_pixels: Count = 16_777_216
+    video_min_pixels: Count = 4_096
+    video_max_pixels: Count = 25_165_824
+    frames_per_second: Positive = 2.0
+    min_frames: Count = 4
+    max_frames: Count = 768
+
+    @property
+    def factor(self) -> int:
+        """Side of a token, in pixels."""
+        return self.patch_size * self.merge_size
+
+    def image(self, height: int, width: int) -> Visual:
+        _check_aspect(height, width)
+        limits = self.image_min_pixels, self.image_max_pixels
+        return self._visual(1, *_fitted(self.factor, (1, 1), (height, width), limits))
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        indices = self.frame_indices(frames, fps)
+        sampled = len(indices)
+        if sampled < self.temporal_patch_size:
+            raise ValueError(f"a video needs at least {self.temporal_patch_size} frames")
+        if height < self.factor or width < self.factor:
+            scale = max(self.factor / height, self.factor / width)
+            height, width = int(height * scale), int(width * scale)
+        _check_aspect(height, width)
+        # The library scales down by the exact number of sampled frames, but decides with the rounded number.
+        rounded = round(sampled / self.temporal_patch_size) * self.temporal_patch_size
+        limits = self.video_min_pixels, self.video_max_pixels
+        fitted = _fitted(self.factor, (sampled, rounded), (height, width), limits)
+        stamps = self._time_stamps(indices, fps or _DEFAULT_FPS)
+        return self._visual(len(stamps), *fitted, texts=tuple(f"<{seconds:.1f} seconds>" for seconds in stamps))
+
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        wanted = int(frames / (fps or _DEFAULT_FPS) * self.frames_per_second)
+        sampled = min(max(wanted, self.min_frames), self.max_frames, frames)
+        indices: IntArray = np.linspace(0, frames - 1, sampled).round().astype(np.int64)
+        return indices
+
+    def _visual(self, parts: int, height: int, width: int, *, texts: tuple[str, ...] = ()) -> Visual:
+        grid = parts, height // self.patch_size, width // self.patch_size
+        marks = 2 * len(texts)  # start and end token around each part of a video
+        return Visual(tokens=math.prod(grid) // self.merge_size**2 + marks, grid=grid, texts=texts)
+
+    def _time_stamps(self, indices: IntArray, rate: float) -> list[float]:
+        """Return the mid-point in seconds of each frame group; the last frame pads the last group."""
+        size = self.temporal_patch_size
+        seconds = np.pad(indices, (0, -len(indices) % size), mode="edge") / rate
+        return [float(stamp) for stamp in (seconds[::size] + seconds[size - 1 :: size]) / 2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QwenImages(QwenVision):
+    """A Qwen3-VL checkpoint without video settings: images are counted, videos rejected."""
+
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        raise ValueError(f"{self.name} has no video_preprocessor_config.json, which sets the size of videos; add it")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen25Vision(_QwenPixels):
+    """Qwen2.5-VL and Qwen2-VL: like Qwen3-VL, but with pixel limits per frame and without time stamps.
+
+    Attributes:
+        frames_per_second: sampling rate of videos; None uses all frames, as published checkpoints do.
+    """
+
+    name: str = "qwen2.5-vl"
+    patch_size: Count = 14
+    merge_size: Count = 2
+    temporal_patch_size: Count = 2
+    image_min_pixels: Count = 3_136
+    image_max_pixels: Count = 12_845_056
+    frame_min_pixels: Count = 100_352
+    frame_max_pixels: Count = 602_112
+    frames_per_second: Positive | None = 2.0
+    min_frames: Count = 4
+    max_frames: Count = 768
+
+    def image(self, height: int, width: int) -> Visual:
+        return self._visual(1, height, width, (self.image_min_pixels, self.image_max_pixels))
+
+    def video(self, frames: int, height: int, width: int, fps: float | None) -> Visual:
+        rate, sampled = fps or _DEFAULT_FPS, len(self.frame_indices(frames, fps))
+        # The last frame pads the last group.
+        visual = self._visual(
+            -(-sampled // self.temporal_patch_size), height, width, (self.frame_min_pixels, self.frame_max_pixels)
+        )
+        return replace(visual, part_seconds=self.temporal_patch_size / (sampled / frames * rate))
+
+    def frame_indices(self, frames: int, fps: float | None) -> IntArray:
+        if self.frames_per_second is None:
+            return np.arange(frames)
+        size = self.temporal_patch_size
+        if frames < size:
+            raise ValueError(f"a video needs at least {size} frames")
+        most = min(self.max_frames, frames) // size * size
+        wanted = frames / (fps or _DEFAULT_FPS) * self.frames_per_second
+        wanted = math.floor(min(max(wanted, self.min_frames), most, frames) / size) * size
+        step = frames / wanted
+        # Like a float32 range, which rounding may extend by one.
+        return (np.arange(math.ceil(frames / step)) * step).astype(np.float32).astype(np.int64)
+
+    def _visual(self, parts: int, height: int, width: int, limits: tuple[int, int]) -> Visual:
+        _check_aspect(height, width)
+        fitted = _fitted(self.patch_size * self.merge_size, (1, 1), (height, width), limits)
+        grid = parts, fitted[0] // self.patch_size, fitted[1] // self.patch_size
+        return Visual(tokens=math.prod(grid) // self.merge_size**2, grid=grid)
+
+
+def _fitted(f: int, frames: tuple[int, int], size: tuple[int, int], limits: tuple[int, int]) -> tuple[int, int]:
+    """Return H, W: multiples of f that keep the aspect ratio and put the pixels of all frames within the limits.
+
+    Args:
+        f: pixels along a token's side.
+        frames: number of frames, and the rounded number that decides whether to scale.
+        size: height and width in pixels.
+        limits: minimum and maximum pixels.
+    """
+    (number, rounded_number), (height, width), (min_pixels, max_pixels) = frames, size, limits
+    fitted = round(height / f) * f, round(width / f) * f
+    pixels = rounded_number * fitted[0] * fitted[1]
+    if pixels > max_pixels:
+        shrink = math.sqrt(number * height * width / max_pixels)
+        return max(f, math.floor(height / shrink / f) * f), max(f, math.floor(width / shrink / f) * f)
+    if pixels < min_pixels:
+        grow = math.sqrt(min_pixels / (number * height * width))
+        return math.ceil(height * grow / f) * f, math.ceil(width * grow / f) * f
+    return fitted
+
+
+def _check_aspect(height: int, width: int) -> None:
+    if max(height, width) / min(height, width) > _MAX_ASPECT:
+        raise ValueError(f"{height} x {width} pixels exceed Qwen-VL's maximum aspect ratio of {_MAX_ASPECT}")
 
 
 def words_of(text: str) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fcp_cli.arrays import IntArray
+from fcp_cli.util.arrays import IntArray
 from fcp_cli.vision.grids import by_kind, grid_parts, run_tower
 from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.planning_folder import fcp, fcp_process
+from tests.cli.planning_folder import fcp, fcp_process
 from tests.patience import PATIENCE_SECONDS
 
 HEAVY = ("torch", "numba", "scipy", "pyarrow", "numpy", "transformers", "yaml")
@@ -19,7 +19,7 @@ def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys, contextlib, io\n"
         "sys.argv = ['fcp', '--help']\n"
-        "from fcp_cli.app import main\n"
+        "from fcp_cli.cli.app import main\n"
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
         "    main()\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"

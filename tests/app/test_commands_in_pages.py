@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from fcp_cli.app import app
+from fcp_cli.cli.app import app
 from tests.forked_ranks import shared
 from tests.pages import PAGES, ROOT, executed, fcp_lines
 from tests.patience import PATIENCE_SECONDS

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from fcp_cli.console import print_table
+from fcp_cli.util.console import print_table
 
 
 @pytest.mark.parametrize(("width", "shown"), [(80, 4), (30, 3), (24, 2)])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli import extras
-from fcp_cli.extras import pip_install, pip_install_module
+from fcp_cli.util import plugins
+from fcp_cli.util.plugins import pip_install, pip_install_module
 from tests.pages import ROOT
 from tests.patience import PATIENCE_SECONDS
 
@@ -24,10 +24,10 @@ def requirements(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         'tokenizers>=0.20; extra == "hf"',
         "vl-convert-python>=1.7; extra == 'report'",
     ]
-    monkeypatch.setattr(extras, "requires", lambda name: lines)
-    extras._of_extras.cache_clear()
+    monkeypatch.setattr(plugins, "requires", lambda name: lines)
+    plugins._of_extras.cache_clear()
     yield
-    extras._of_extras.cache_clear()  # later tests of this process ask for what is really installed
+    plugins._of_extras.cache_clear()  # later tests of this process ask for what is really installed
 
 
 def test_the_packages_of_an_extra_are_named_by_themselves() -> None:

@@ -13,7 +13,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError
-from fcp_cli.files import refuse_to_overwrite, replaced_atomically, shipped, write_text_atomically
+from fcp_cli.util.files import refuse_to_overwrite, replaced_atomically, shipped, write_text_atomically
 from tests.messages import raises
 
 

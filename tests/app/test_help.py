@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from docs.hooks.reference import CommandEntry, command_entries
-from fcp_cli.app import app
-from fcp_cli.command_line.retired import RETIRED, RETIRED_COMMANDS
+from fcp_cli.cli.app import app
+from fcp_cli.cli.config import RETIRED, RETIRED_COMMANDS
 from fcp_cli.errors import UsageError
 
 LINES, COLUMNS, OPTIONS = 50, 80, 20

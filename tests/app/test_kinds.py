@@ -12,11 +12,11 @@ import pytest
 
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.errors import FcpError
-from fcp_cli.kinds import Kind, another_kind
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.profiling.fits.samples import read_samples
-from fcp_cli.runs.metrics.metrics_reader import open_run, read_metrics
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.profiling.samples import read_samples
+from fcp_cli.runs.metrics_reader import open_run, read_metrics
+from fcp_cli.util.kinds import Kind, another_kind
 from tests.planning.examples import PROFILE
 
 READERS: dict[str, tuple[Callable[[Path], object], ...]] = {

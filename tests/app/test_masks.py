@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from fcp_cli.errors import MaskError
-from fcp_cli.masks import CAUSAL, Area, Mask, chunk_pairs, full, prefix, segments
+from fcp_cli.util.masks import CAUSAL, Area, Mask, chunk_pairs, full, prefix, segments
 from tests.masks import Masked, all_masked, seen
 
 BoolArray = npt.NDArray[np.bool_]

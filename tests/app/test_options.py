@@ -11,9 +11,9 @@ import pytest
 from inline_snapshot import snapshot
 from typer.testing import CliRunner
 
-from fcp_cli.command_line.command import App, takes
+from fcp_cli.cli.command import App, takes
 from fcp_cli.errors import UsageError
-from fcp_cli.options import Arg, Opt, OptionGroup, Typed, check_limits, options_of
+from fcp_cli.util.options import Arg, Opt, OptionGroup, Typed, check_limits, options_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.cost.recipe import Recipe, RecipeRequest, check_recipe, default_recipe
 from fcp_cli.errors import UsageError
-from fcp_cli.recipe import Recipe, RecipeRequest, check_recipe, default_recipe
 from tests.messages import raises
 
 

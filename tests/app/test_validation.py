@@ -14,8 +14,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, ProfileError
-from fcp_cli.reading.documents import parse_yaml
-from fcp_cli.validation import Count, NonEmptyText, NonNegative, Positive, Share, validated
+from fcp_cli.util.inputs import parse_yaml
+from fcp_cli.util.validation import Count, NonEmptyText, NonNegative, Positive, Share, validated
 from tests.messages import raises
 
 
@@ -121,5 +121,5 @@ def test_broken_yaml_is_one_line() -> None:
 
 @pytest.mark.processes
 def test_the_help_does_not_import_the_checker() -> None:
-    program = "import sys, fcp_cli.app; sys.exit('msgspec' in sys.modules)"
+    program = "import sys, fcp_cli.cli.app; sys.exit('msgspec' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fcp_cli.words import counted, duration, first_sentence
+from fcp_cli.util.words import counted, duration, first_sentence
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.disturbances import EFFECTS, LAUNCH_SECONDS, Execution, execution_of, step_seconds
 from benchmarks.workloads import family_table
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.solvers import make_solver
 from tests.planning.examples import example_problem
 

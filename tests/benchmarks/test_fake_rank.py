@@ -15,10 +15,10 @@ import torch
 from benchmarks.fake_devices import estimated_bytes, with_levels
 from benchmarks.fake_rank import FakeJob, tracked_step
 from fcp_cli.cost.profile import parse_cost_profile
+from fcp_cli.cost.recipe import Recipe, Recompute
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.recipe import Recipe, Recompute
+from fcp_cli.plan.metadata import Sync
 from tests.runtime.launch import torchrun
 from tests.verification import real_cases
 

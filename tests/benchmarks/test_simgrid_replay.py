@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.simgrid_replay.__main__ import NODES_PER_SWITCH, PER_NODE, planned_step, workload
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 
 
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])

@@ -20,8 +20,8 @@ from benchmarks.study.published import CLAIMS, FCP_CLUSTER
 from benchmarks.study.runs import OURS, SPLIT, STANDARD, STATIC, STRATEGIES, SYNCS, ULYSSES, batches_of, run_cell
 from benchmarks.study.workload import Setting, extreme_table
 from benchmarks.workloads import MAX_LENGTH
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -100,9 +100,9 @@ def _prepare(folder: Path) -> Ground:
 
 def _write_seeds(folder: Path) -> None:
     from fcp_cli.manifest.build import build_manifest
-    from fcp_cli.manifest.sources.text import TextTree
-    from fcp_cli.manifest.tokenizing.tokenizer import open_tokenizer
-    from fcp_cli.models.shipped import shipped_profile_path
+    from fcp_cli.manifest.text import TextTree
+    from fcp_cli.manifest.tokenizer import open_tokenizer
+    from fcp_cli.models.cluster import shipped_profile_path
     from tests.training.small_runs import write_manifest, write_small_plan, write_text
 
     manifest = write_manifest(folder)

@@ -27,18 +27,18 @@ from typing import Any, NoReturn
 
 from tests.forked_ranks.rank_forking import name_no_events
 
-_FORKED = ("fcp_cli", "torch.distributed.run", "fcp_cli.training.train", "fcp_cli.launching.supervision.guard")
+_FORKED = ("fcp_cli", "torch.distributed.run", "fcp_cli.training.train", "fcp_cli.launching.guard")
 _IMPORTED = (
-    "fcp_cli.app",
+    "fcp_cli.cli.app",
     "fcp_cli.launching.resolve",
     "fcp_cli.launching.checks",
-    "fcp_cli.machine.facts",
+    "fcp_cli.util.machine",
     "fcp_cli.planning",
-    "fcp_cli.launching.job.document",
-    "fcp_cli.launching.supervision.run",
-    "fcp_cli.launching.supervision.run_progress",
+    "fcp_cli.launching.commands",
+    "fcp_cli.launching.supervise",
+    "fcp_cli.launching.supervise",
     "fcp_cli.runtime",
-    "fcp_cli.runtime.injection.error_file",
+    "fcp_cli.runtime.launcher",
     "fcp_cli.integrations.transformers",
     "fcp_cli.training.trainer",
     "torch.distributed.run",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fcp_cli.machine import processes
+from fcp_cli.util import processes
 from tests.chaos.checker import whole_checkpoints
 from tests.training.small_runs import fcp_command
 

@@ -201,7 +201,7 @@ def _content(folder: Path) -> dict[str, tuple[int, int]]:
 
 def layouts_of(plan: Path) -> list[Layout]:
     """Return order, degree and tokens of every rank's micro-batches, by step; an idle row trains nothing."""
-    from fcp_cli.plan.file.reader import PlanReader
+    from fcp_cli.plan.file import PlanReader
 
     found: list[Layout] = []
     for step in PlanReader(plan).steps():

@@ -11,8 +11,8 @@ import yaml
 from inline_snapshot import snapshot
 
 from fcp_cli.cost.profile import dump_cost_profile, load_cost_profile, parse_cost_profile
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import ProfileError
-from fcp_cli.recipe import Recipe
 from tests.messages import raises
 
 DOCUMENT: dict[str, Any] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, fields, replace
 
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Heads
-from fcp_cli.plan.metadata.refits import Factors, ScheduledRefit, refitted
-from fcp_cli.profiling.computed.forward import forward_profile
+from fcp_cli.plan.metadata import Factors, ScheduledRefit, refitted
+from fcp_cli.profiling.forward import forward_profile
 
 # What a coefficient stays the same for: bytes where links are slower, what is no seconds at all.
 NO_SECONDS = {

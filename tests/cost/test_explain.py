@@ -9,7 +9,7 @@ import pytest
 
 from fcp_cli.cost.explain import Tier, hidden_ring_tokens
 from fcp_cli.cost.model import causal_work, pack_parts
-from fcp_cli.models.shipped import shipped_profile
+from fcp_cli.models.cluster import shipped_profile
 
 
 @pytest.mark.parametrize("tier", ["intra_node", "inter_node"])

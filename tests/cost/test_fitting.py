@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
-from fcp_cli.cost.fitting import Sample, error_percent, fit_profile, predicted_seconds
-from fcp_cli.cost.least_squares import mean_absolute_percentage
+from fcp_cli.cost.fitting import Sample, error_percent, fit_profile, mean_absolute_percentage, predicted_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, dump_cost_profile
 from tests.messages import raises
 

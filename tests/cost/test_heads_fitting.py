@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.cost.fitting import Sample, error_percent, fit_profile, predicted_seconds
-from fcp_cli.cost.heads_fitting import fit_groups
+from fcp_cli.cost.fitting import Sample, error_percent, fit_groups, fit_profile, predicted_seconds
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Heads
 from tests.messages import raises
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fcp_cli.cost.offload import offload_cost, profiled_offload_cost
+from fcp_cli.cost.model import offload_cost, profiled_offload_cost
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile
 
 # Qwen3-8B in bf16: 16,384 tokens of width 4,096 in 36 layers; a layer's forward at 400 TFLOP/s takes 16 ms.

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcp_cli.cost.formula import recomputation_seconds
+from fcp_cli.cost.levels import RecomputeLevel, cheapest_tokens, convex, layers_by_level
 from fcp_cli.cost.model import unit_prices
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, parse_cost_profile
-from fcp_cli.cost.recompute_levels import RecomputeLevel, cheapest_tokens, convex, layers_by_level
 from fcp_cli.errors import ProfileError
 
 _KINDS = ("none", "activation", "elementwise", "selective")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.cost.vision_fitting import VisionCosts, fit_vision
+from fcp_cli.cost.fitting import VisionCosts, fit_vision
 from tests.messages import raises
 
 TRUTH = VisionCosts(call_seconds=2e-3, seconds_per_patch=5e-6, seconds_per_patch2=3e-9)

@@ -10,18 +10,11 @@ import pytest
 from fcp_cli.cost.explain import break_even_tokens, seconds_table
 from fcp_cli.cost.fitting import Sample, fit_profile, predicted_seconds
 from fcp_cli.cost.formula import halo_messages
-from fcp_cli.cost.model import (
-    attention_seconds,
-    causal_work,
-    group_seconds,
-    group_terms,
-    halo_seconds,
-    windowed_pairs,
-)
+from fcp_cli.cost.model import attention_seconds, causal_work, group_seconds, group_terms, halo_seconds, windowed_pairs
 from fcp_cli.cost.profile import Coefficients, CostProfile, dump_cost_profile, parse_cost_profile
 from fcp_cli.errors import ProfileError
-from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.runtime.layouts.layout import shard_layout
+from fcp_cli.models.cluster import shipped_profile
+from fcp_cli.runtime.layout import shard_layout
 
 GEMMA = shipped_profile("gemma3-27b")
 
@@ -103,7 +96,7 @@ def test_a_profile_without_halos_costs_what_it_did_before_there_were_any() -> No
 @pytest.mark.parametrize("degree", [2, 3, 8])
 @pytest.mark.parametrize("lengths", [[131_072], [9_000, 131_072], [50, 3_000, 20_001], [700]])
 def test_rows_and_messages_of_halos_are_those_that_members_get(lengths: list[int], degree: int) -> None:
-    from fcp_cli.runtime.ring_attention.halo import halo_of
+    from fcp_cli.runtime.windows import halo_of
 
     c = replace(GEMMA.coefficients, halo_message_seconds=0.0)
     reach = int(c.window_tokens) - 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fcp_cli.machine.processes import environment_of
+from fcp_cli.util.processes import environment_of
 from tests.forked_ranks.rank_forking import SCRIPTS, SHARED, server
 
 _HERE = str(Path(__file__).parent)

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import FcpError
-from tests.commands.planning_folder import fcp
+from tests.cli.planning_folder import fcp
 from tests.fuzz.folder import SeedFolder
 from tests.fuzz.kind import Input
 from tests.fuzz.mutations import OPTION_WORDS

@@ -7,10 +7,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from fcp_cli.files import shipped
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.models.model import load_model
 from fcp_cli.models.transformers_config import text_config, whole_config
-from fcp_cli.recipe import Recipe
+from fcp_cli.util.files import shipped
 from tests.fuzz import mutations
 from tests.fuzz.kind import Kind, of_files
 from tests.profiling.recorded import write_samples

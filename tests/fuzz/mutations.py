@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from fcp_cli.reading.records import read_records, write_record
+from fcp_cli.util.records import read_records, write_record
 
 OPTION_WORDS = ("--all", "--user=root", "-A", "-rf", "--kubeconfig=/dev/null")
 """Texts that look like options of other programs: none may reach one as a word of its own."""

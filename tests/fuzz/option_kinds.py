@@ -12,8 +12,8 @@ from typing import Any
 import typer.main
 import yaml
 
-from fcp_cli import app
-from fcp_cli.options import Arg, Option
+from fcp_cli.cli import app
+from fcp_cli.util.options import Arg, Option
 from tests.fuzz.kind import PLAN_OPTIONS, Input, Kind
 from tests.fuzz.mutations import OPTION_WORDS
 

@@ -16,12 +16,12 @@ import pytest
 from fcp_cli import Planner
 from fcp_cli.errors import FcpError
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import METADATA_KEY
-from fcp_cli.planning.dataset import journal, run
-from fcp_cli.planning.dataset.journal import Journal
-from fcp_cli.planning.online.journal import OnlineJournal, length_columns
-from tests.commands.planning_folder import fcp, write_dataset
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import METADATA_KEY
+from fcp_cli.planning import make_plan
+from fcp_cli.planning.make_plan import Journal
+from fcp_cli.planning.online_journal import OnlineJournal, length_columns
+from tests.cli.planning_folder import fcp, write_dataset
 from tests.fuzz import mutations
 from tests.fuzz.kind import Change, Kind, of_files, parquet, words_of
 from tests.manifest.datasets import write_arrow, write_jsonl
@@ -88,8 +88,8 @@ def _write_masked(folder: Path) -> None:
 def _write_journals(folder: Path) -> None:
     """Write the journals of a long plan that was interrupted, and of a run that planned while it trained."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_JOURNAL_FROM_STEPS", 1)
-        patch.setattr(journal, "_ROWS_PER_PART", 4)
+        patch.setattr(make_plan, "_JOURNAL_FROM_STEPS", 1)
+        patch.setattr(make_plan, "_ROWS_PER_PART", 4)
         kept: Callable[..., None] = Journal.append
 
         def append(self: Journal, step: object) -> None:

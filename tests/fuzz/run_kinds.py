@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runs.checkpoints import CheckpointHeader
 from tests.fuzz import mutations
 from tests.fuzz.kind import Change, Kind, of_files
 from tests.fuzz.planning_kinds import of_plan

@@ -14,16 +14,16 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import PlanError, RunError
+from fcp_cli.manifest.media import video_size
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.media.media_readers import video_size
 from fcp_cli.manifest.tokens import open_tokens
 from fcp_cli.models.model import load_hf_config
 from fcp_cli.models.weights import find_weights
-from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.report.page.chart_parts import DegreeColours
-from fcp_cli.validation import validated
-from fcp_cli.words import first_line
-from tests.commands.planning_folder import assert_one_error_line, fcp, write_dataset
+from fcp_cli.plan.setup import Pipeline
+from fcp_cli.report.charts import DegreeColours
+from fcp_cli.util.validation import validated
+from fcp_cli.util.words import first_line
+from tests.cli.planning_folder import assert_one_error_line, fcp, write_dataset
 from tests.fuzz.mutations import write_parquet
 from tests.manifest.chat_checkpoint import write_checkpoint
 from tests.manifest.datasets import write_jsonl

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import typer.main
 
-from fcp_cli.app import app
-from tests.commands.planning_folder import fcp
+from fcp_cli.cli.app import app
+from tests.cli.planning_folder import fcp
 from tests.fuzz.folder import SeedFolder
 from tests.fuzz.judgement import judged
 from tests.fuzz.kind import Input

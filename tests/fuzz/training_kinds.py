@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from fcp_cli.errors import FcpError
-from fcp_cli.launching.supervision.failure import TorchrunRanks
+from fcp_cli.launching.failure import TorchrunRanks
+from fcp_cli.manifest.pictures import PictureRecords
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.media.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_pictures, open_tokens
 from fcp_cli.models.weights import find_weights
-from fcp_cli.plan.metadata.online import read_online_settings
-from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints, read_header
+from fcp_cli.plan.metadata import read_online_settings
+from fcp_cli.runs.checkpoints import checkpoints, read_header
 from tests.fuzz import mutations
 from tests.fuzz.kind import Change, Kind, of_calls, of_files, parquet
 from tests.fuzz.planning_kinds import run_fcp
@@ -71,7 +71,7 @@ def _write_cache(folder: Path) -> None:
 
 def resume_checkpoint(folder: Path) -> None:
     """Load a checkpoint as a rank does that resumes."""
-    from fcp_cli.training.weights.checkpoint import load_checkpoint
+    from fcp_cli.training.checkpoint import load_checkpoint
     from tests.training.test_checkpoint import make
 
     checkpoint = checkpoints(folder / "saved")[-1]
@@ -125,7 +125,7 @@ def decode_cells(folder: Path) -> None:
 
 
 def _decode(folder: Path, manifest: str) -> None:
-    from fcp_cli.training.pictures.decoding import BadPictureError, Decoder, Wanted
+    from fcp_cli.training.decoding import BadPictureError, Decoder, Wanted
 
     rows: PictureRecords | None = open_pictures(folder / manifest)
     if rows is None:

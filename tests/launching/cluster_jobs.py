@@ -7,11 +7,11 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from fcp_cli.console import Assumptions
-from fcp_cli.launching.job.job import Cluster, Job
+from fcp_cli.launching.job import Cluster, Job
 from fcp_cli.launching.request import ClusterOptions, Launcher
-from fcp_cli.launching.targets.catalog import TARGETS
-from fcp_cli.launching.targets.options import option_values
+from fcp_cli.launching.target_options import option_values
+from fcp_cli.launching.targets import TARGETS
+from fcp_cli.util.console import Assumptions
 from tests.forked_ranks import shared_by_scripts
 from tests.launching.jobs import job
 from tests.patience import PATIENCE_SECONDS

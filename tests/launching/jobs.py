@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.launching.job.job import Job
-from fcp_cli.machine.devices import LocalDevices
-from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
+from fcp_cli.launching.job import Job
+from fcp_cli.models.cluster import shipped_profile
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
+from fcp_cli.util.machine import LocalDevices
 
 CPU = LocalDevices(device="cpu", num_devices=0, num_cores=8, memory_bytes=64 << 30)
 GPUS = LocalDevices(device="cuda", num_devices=8, num_cores=64, memory_bytes=512 << 30)

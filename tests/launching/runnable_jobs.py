@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.job import Job
 from tests.launching.cluster_jobs import cluster_job
 
 _NOTES = """#!/usr/bin/env python3

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fcp_cli.machine.processes import children, descendants, environment_of
+from fcp_cli.util.processes import children, descendants, environment_of
 from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.ports import unused_port
 

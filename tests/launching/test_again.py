@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.job.document import again_command
-from fcp_cli.launching.job.job import Job
-from fcp_cli.plan.metadata.job_facts import PlanningWish
+from fcp_cli.launching.commands import again_command
+from fcp_cli.launching.job import Job
+from fcp_cli.plan.metadata import PlanningWish
 from tests.launching.jobs import local_job
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.launching.supervision.blame import FailedRank, failed_ranks, meeting_problem
+from fcp_cli.launching.failure import FailedRank, failed_ranks, meeting_problem
 
 LOST = ("RuntimeError: [pair.cc:538] Connection closed by peer [127.0.0.1]:4711",)
 

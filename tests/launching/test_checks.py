@@ -11,15 +11,15 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.cost.profile import Memory, dump_cost_profile
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.launching.checks import CHECKS, check_launch
-from fcp_cli.launching.job.environment import job_variables, set_by_fcp
-from fcp_cli.launching.job.job import Job
-from fcp_cli.machine import network
-from fcp_cli.machine.facts import Facts
-from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.recipe import Recipe
+from fcp_cli.launching.environment import job_variables, set_by_fcp
+from fcp_cli.launching.job import Job
+from fcp_cli.models.cluster import shipped_profile
+from fcp_cli.plan.setup import Pipeline
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.util import network
+from fcp_cli.util.machine import Facts
 from tests.launching.jobs import MACHINES, job, plan_metadata
 
 

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.targets.catalog import TARGETS, job_files
-from fcp_cli.launching.targets.options import _accelerator
+from fcp_cli.launching.target_options import _accelerator
+from fcp_cli.launching.targets import TARGETS, job_files
 from tests.launching.cluster_jobs import cluster_job
 from tests.launching.jobs import plan_metadata
 from tests.launching.runnable_jobs import runnable

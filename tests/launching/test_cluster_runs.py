@@ -25,7 +25,7 @@ _SCRIPT = """
 import os, sys
 import torch
 import torch.distributed as dist
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
 dist.init_process_group("gloo")
 assert PlanReader(os.environ["FCP_PLAN"]).metadata.num_ranks == dist.get_world_size() == 4
 total = torch.tensor([2 ** dist.get_rank()])

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.console import Assumptions
 from fcp_cli.errors import UsageError
 from fcp_cli.launching import console_scripts
 from fcp_cli.launching.console_scripts import python_program
+from fcp_cli.util.console import Assumptions
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.launching.job.environment import job_variables, set_by_fcp
-from fcp_cli.launching.job.job import Variable, argument
+from fcp_cli.launching.environment import job_variables, set_by_fcp
+from fcp_cli.launching.job import Variable, argument
 from tests.launching.jobs import job, plan_metadata
 
 

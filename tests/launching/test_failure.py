@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.supervision.failure import Failure, TorchrunRanks
+from fcp_cli.launching.failure import Failure, TorchrunRanks
 
 HOST = socket.gethostname()
 

@@ -34,7 +34,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 from fcp_cli import runtime as fcp
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
 
 fault, rank = sys.argv[1], int(os.environ["RANK"])
 plan = Path(os.environ["FCP_PLAN"])

@@ -10,14 +10,12 @@ from typing import IO, Any
 
 import pytest
 
-from fcp_cli.commands.launch import running
+from fcp_cli.cli import launch
 from fcp_cli.errors import RunError
-from fcp_cli.launching.supervision import full_disk, run
-from fcp_cli.launching.supervision.failure import Failure
-from fcp_cli.launching.supervision.full_disk import full_disk_line, is_full
-from fcp_cli.launching.supervision.run import JobOutcome
-from fcp_cli.launching.supervision.run_progress import RunProgress
-from fcp_cli.runs.ownership import own
+from fcp_cli.launching import supervise
+from fcp_cli.launching.failure import Failure
+from fcp_cli.launching.supervise import JobOutcome, RunProgress, full_disk_line, is_full
+from fcp_cli.runs.owner import own
 from tests.launching.jobs import local_job
 from tests.launching.test_run import FakeRunner
 
@@ -27,7 +25,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(full_disk, "TemporaryFile", refuse)
+    monkeypatch.setattr(supervise, "TemporaryFile", refuse)
 
 
 def save(run_dir: Path, step: int) -> None:
@@ -62,13 +60,13 @@ def test_a_job_that_failed_on_a_full_disk_ends_with_that_line(
     job = local_job(run_dir=tmp_path)
     failure = Failure(rank=None, status=1, message="", last_lines=(), log=tmp_path / "torchrun.log")
     outcome = JobOutcome(status=1, stopped_by=None, failure=failure)
-    monkeypatch.setattr(running, "_run_watched", lambda *_, **__: (outcome, RunProgress(job.paths, None)))
-    monkeypatch.setattr("fcp_cli.launching.checks.preflight.check_run_dir", lambda *_: None)
-    monkeypatch.setattr("fcp_cli.launching.job.document.launch_record", lambda *_: None)
-    monkeypatch.setattr("fcp_cli.runs.record.write_record", lambda *_: None)
-    monkeypatch.setattr("fcp_cli.runs.launch_record.write_launch", lambda *_: None)
+    monkeypatch.setattr(launch, "_run_watched", lambda *_, **__: (outcome, RunProgress(job.paths, None)))
+    monkeypatch.setattr("fcp_cli.launching.preflight.check_run_dir", lambda *_: None)
+    monkeypatch.setattr("fcp_cli.launching.commands.launch_record", lambda *_: None)
+    monkeypatch.setattr("fcp_cli.runs.run_dir.write_record", lambda *_: None)
+    monkeypatch.setattr("fcp_cli.runs.run_dir.write_launch", lambda *_: None)
     with pytest.raises(RunError, match=r"^the disk of .* is full; no checkpoint was saved"), own(tmp_path) as owned:
-        running.run_here(job, owned, json=False)
+        launch.run_here(job, owned, json=False)
 
 
 class Failing(FakeRunner):
@@ -84,9 +82,9 @@ class Failing(FakeRunner):
 def test_the_tracebacks_of_a_full_disk_are_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], full: bool
 ) -> None:
-    monkeypatch.setattr(run, "is_full", lambda folder: full)
+    monkeypatch.setattr(supervise, "is_full", lambda folder: full)
     job = local_job(run_dir=tmp_path, log_dir=tmp_path / "logs")
-    run.run_job(job, start=Failing(status=1, log_dir=tmp_path / "logs").start)
+    supervise.run_job(job, start=Failing(status=1, log_dir=tmp_path / "logs").start)
     shown = capsys.readouterr().err
     assert shown.startswith("before\n")
     assert ("Traceback" in shown) == (not full)

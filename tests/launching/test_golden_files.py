@@ -19,9 +19,9 @@ import jsonschema
 import pytest
 import yaml
 
-from fcp_cli.files import shipped
-from fcp_cli.launching.job.job import Job
-from fcp_cli.launching.targets.catalog import TARGETS, job_files
+from fcp_cli.launching.job import Job
+from fcp_cli.launching.targets import TARGETS, job_files
+from fcp_cli.util.files import shipped
 from tests.launching.cluster_jobs import cluster_job
 from tests.launching.msrun_options import parser
 

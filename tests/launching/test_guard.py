@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.machine import processes
+from fcp_cli.util import processes
 from tests.patience import wait_until
 from tests.training.small_runs import fcp_command, ranks_in, write_manifest, write_small_plan
 

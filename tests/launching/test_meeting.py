@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.supervision.meeting import NodeMeeting
+from fcp_cli.launching.supervise import NodeMeeting
 from tests.launching.jobs import local_job
 from tests.ports import unused_port
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.launching.job.inject import through_entry
-from fcp_cli.recipe import Recipe
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.launching.commands import through_entry
 from tests.launching.jobs import plan_metadata
 from tests.launching.test_checks import found
 

@@ -14,22 +14,20 @@ import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.console import Assumptions
-from fcp_cli.cost.recompute_levels import RecomputeLevel
+from fcp_cli.cost.levels import RecomputeLevel
+from fcp_cli.cost.recipe import LayerRecompute, Recipe
 from fcp_cli.errors import UsageError
-from fcp_cli.launching.checks.memory import check_recipe_of_plan, host_copies, job_memory, memory_table, rank_memory
-from fcp_cli.launching.checks.plan import profile_model
-from fcp_cli.launching.job.job import Job
-from fcp_cli.machine.accelerators import Accelerators
-from fcp_cli.machine.devices import LocalDevices
-from fcp_cli.machine.facts import Facts
+from fcp_cli.launching.checks import profile_model
+from fcp_cli.launching.job import Job
+from fcp_cli.launching.memory_check import check_recipe_of_plan, host_copies, job_memory, memory_table, rank_memory
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.planning.settings import problem_settings
-from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.settings import resolve
-from fcp_cli.recipe import LayerRecompute, Recipe
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.planning import settings as problem_settings
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.settings import resolve
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.util.console import Assumptions
+from fcp_cli.util.machine import Accelerators, Facts, LocalDevices
 from tests.launching.jobs import GPUS, job, local_job, plan_metadata
 from tests.runtime.plans import Row, levels_profile, write_plan
 

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.job import shell
-from fcp_cli.launching.job.commands import interpreter_name, node_argv, path_of_python
-from fcp_cli.launching.job.inject import through_entry
-from fcp_cli.launching.job.job import Job
+from fcp_cli.launching.commands import interpreter_name, node_argv, path_of_python, through_entry
+from fcp_cli.launching.job import Job, join, variable
 from tests.launching.jobs import local_job
 from tests.launching.msrun_options import OPTIONS, parser
 from tests.patience import PATIENCE_SECONDS
@@ -74,7 +72,7 @@ def test_each_of_several_nodes_has_its_number_and_the_common_address() -> None:
 
 
 def test_a_node_s_number_may_be_known_to_the_node_alone() -> None:
-    command = shell.join(node_argv(TWO_NODES, node_rank=shell.variable("SLURM_NODEID")))
+    command = join(node_argv(TWO_NODES, node_rank=variable("SLURM_NODEID")))
     assert '--node_rank="$SLURM_NODEID"' in command
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.launching.job.nodes import place, planned_nodes
-from fcp_cli.machine.devices import UNKNOWN_MACHINE, LocalDevices
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.launching.job import place, planned_nodes
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.util.machine import UNKNOWN_MACHINE, LocalDevices
 from tests.launching.jobs import plan_metadata
 from tests.messages import raises
 

@@ -13,13 +13,12 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, PlanError, RunError
-from fcp_cli.launching.checks import preflight
-from fcp_cli.machine import devices
-from fcp_cli.plan.file.proven import read_proven
-from fcp_cli.plan.metadata.plan_metadata import Continuation
-from fcp_cli.runs.checkpoints.checkpoint_files import FileSums
-from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader, check_unfinished
+from fcp_cli.launching import preflight
+from fcp_cli.plan.file import read_proven
+from fcp_cli.plan.metadata import Continuation
+from fcp_cli.runs.checkpoints import CheckpointHeader, FileSums, check_unfinished
 from fcp_cli.training.settings import TrainSettings
+from fcp_cli.util import machine
 from tests.launching.jobs import local_job
 from tests.messages import raises
 from tests.runs.records import launch_record, write_steps
@@ -73,7 +72,7 @@ def test_a_missing_library_is_named_with_the_pip_line(
         f"RunError: {needs[package]}; run: pip install 'pillow>=12.3.0' 'scipy>=1.10' 'tokenizers>=0.20' 'torch>=2.7' 'transformers>=5.3'"
     ):
         if package == "torch":
-            devices.find_machine()
+            machine.find_machine()
         preflight.check_trainer(read_proven(plan), plan, needs_transformers=True)
     if package == "transformers":
         preflight.check_trainer(read_proven(plan), plan, needs_transformers=False)

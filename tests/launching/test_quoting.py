@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
-from fcp_cli.launching.job.job import Job
-from fcp_cli.launching.targets.catalog import TARGETS, job_files
+from fcp_cli.launching.job import Job
+from fcp_cli.launching.targets import TARGETS, job_files
 from tests.launching.cluster_jobs import FakeCluster, allocation, cluster_job
 from tests.messages import raises
 

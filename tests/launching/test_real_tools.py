@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fcp_cli.launching.targets.catalog import TARGETS, job_files
+from fcp_cli.launching.targets import TARGETS, job_files
 from tests.launching.cluster_jobs import cluster_job
 from tests.launching.runnable_jobs import runnable
 from tests.launching.test_golden_files import generated

@@ -14,10 +14,10 @@ from typing import IO
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.job.job import Job
-from fcp_cli.launching.supervision import run as run_module
-from fcp_cli.launching.supervision.run import Screen, run_job
-from fcp_cli.machine import processes
+from fcp_cli.launching import supervise as run_module
+from fcp_cli.launching.job import Job
+from fcp_cli.launching.supervise import Screen, run_job
+from fcp_cli.util import processes
 from tests.launching.jobs import local_job
 from tests.launching.test_failure import SUMMARY
 from tests.patience import PATIENCE_SECONDS, wait_until

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.commands.launch.owning import owned_job
-from fcp_cli.launching.job.job import Job
+from fcp_cli.cli.launch import owned_job
+from fcp_cli.launching.job import Job
 from fcp_cli.launching.request import LaunchRequest
-from fcp_cli.runs.folder import next_run_dir
-from fcp_cli.runs.owner import read_owner
-from fcp_cli.runs.ownership import Ownership, own
+from fcp_cli.runs.owner import Ownership, own, read_owner
+from fcp_cli.runs.run_dir import next_run_dir
 from tests.launching.jobs import local_job
 from tests.patience import wait_until
 from tests.training.small_runs import fcp_command, ranks_in, run_fcp, write_manifest, write_small_plan
@@ -133,7 +132,7 @@ def test_a_job_that_its_own_launcher_started_owns_the_folder_of_its_trainer(fold
 HOLDER = """
 import time
 from pathlib import Path
-from fcp_cli.runs.ownership import own
+from fcp_cli.runs.owner import own
 owned = own(Path("run"))
 print("owns", flush=True)
 time.sleep(600)

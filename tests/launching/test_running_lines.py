@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fcp_cli.commands.launch import running
-from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.runs.summary import RunSummary
+from fcp_cli.cli import launch
+from fcp_cli.models.cluster import shipped_profile
+from fcp_cli.runs.metrics_reader import RunSummary
 from tests.launching.jobs import CPU, GPUS, local_job, plan_metadata
 
 ESTIMATED = shipped_profile("qwen3-tiny").text
@@ -32,7 +32,7 @@ MEASURED = ESTIMATED.replace("origin: analytic", "origin: measured")
 )
 def test_a_wrong_estimate_is_said_to_be_one(slowdown: float | None, profile: str, line: str) -> None:
     job = local_job(metadata=plan_metadata(cost_profile=profile), model="my models/tiny")
-    found = running._wrong_estimate(job, slowdown)
+    found = launch._wrong_estimate(job, slowdown)
     assert found.startswith(line) and bool(found) == bool(line)
     if line:
         assert "measure them with 'fcp profile --model 'my models/tiny''" in found
@@ -49,8 +49,8 @@ def test_the_slowdown_leaves_the_warm_up_out() -> None:
 
 def test_ranks_that_share_cores_are_said_to() -> None:
     job = local_job(processes_per_node=4)
-    assert running._shared_cores(replace(job, machine=replace(CPU, num_cores=2))) == (
+    assert launch._shared_cores(replace(job, machine=replace(CPU, num_cores=2))) == (
         "4 ranks share 2 CPU cores and take turns: steps take longer than on a core each"
     )
-    assert running._shared_cores(replace(job, machine=replace(CPU, num_cores=4))) == ""
-    assert running._shared_cores(replace(job, machine=replace(GPUS, num_cores=2))) == ""
+    assert launch._shared_cores(replace(job, machine=replace(CPU, num_cores=4))) == ""
+    assert launch._shared_cores(replace(job, machine=replace(GPUS, num_cores=2))) == ""

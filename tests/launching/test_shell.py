@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fcp_cli.launching.job import shell
+from fcp_cli.launching import job
 
 
 def test_a_variable_is_replaced_on_the_machine_that_runs_the_command() -> None:
-    words = ["--node-rank=" + shell.variable("K"), shell.variable("DIR") + "/my logs", "$K", ""]
-    assert shell.join(words) == """--node-rank="$K" "$DIR"'/my logs' '$K' ''"""
+    words = ["--node-rank=" + job.variable("K"), job.variable("DIR") + "/my logs", "$K", ""]
+    assert job.join(words) == """--node-rank="$K" "$DIR"'/my logs' '$K' ''"""
 
 
 def test_kubernetes_sees_variables_as_its_own_and_leaves_dollar_signs_alone() -> None:
-    assert shell.kubernetes_word("--rank=" + shell.variable("RANK")) == "--rank=$(RANK)"
-    assert shell.kubernetes_word("$(HOME) costs $5") == "$$(HOME) costs $$5"
+    assert job.kubernetes_word("--rank=" + job.variable("RANK")) == "--rank=$(RANK)"
+    assert job.kubernetes_word("$(HOME) costs $5") == "$$(HOME) costs $$5"

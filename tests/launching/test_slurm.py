@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
+from fcp_cli.runs.checkpoints import checkpoints
 from tests.launching.slurm_cluster import SlurmCluster, running
 from tests.patience import wait_until
 from tests.ports import unused_port

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.supervision.stopped import StoppedRanks
-from fcp_cli.machine import processes
+from fcp_cli.launching.supervise import StoppedRanks
+from fcp_cli.util import processes
 from tests.patience import wait_until
 
 pytestmark = [

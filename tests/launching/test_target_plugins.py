@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.planning_folder import fcp
+from tests.cli.planning_folder import fcp
 from tests.plugin_packages import install
 
 PBS = """
 from pathlib import Path
-from fcp_cli.extend.targets import NodeFacts, Target, variable
+from fcp_cli.extend import NodeFacts, Target, variable
 
 def node(job):
     return NodeFacts(rank=variable("PBS_NODENUM"), master_addr=variable("MASTER_ADDR"), log_name=variable("PBS_JOBID"))
@@ -64,7 +64,7 @@ def test_it_takes_the_options_that_it_names_alone(option: str, tmp_path: Path, m
 
 BROKEN = {
     "a missing library": ("import no_such_library\n", "cannot be imported from fcp_pbs:TARGET: ModuleNotFoundError: "),
-    "another type": ("TARGET = 3\n", "is no fcp_cli.extend.targets.Target but int at fcp_pbs:TARGET"),
+    "another type": ("TARGET = 3\n", "is no fcp_cli.extend.Target but int at fcp_pbs:TARGET"),
     "a failing node": (PBS.replace("return NodeFacts", "1 / 0; return NodeFacts"), "failed: ZeroDivisionError: "),
 }
 

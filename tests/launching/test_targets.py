@@ -15,12 +15,9 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
 from fcp_cli.launching.request import ClusterOptions
-from fcp_cli.launching.supervision.run import JobOutcome
-from fcp_cli.launching.targets.catalog import TARGETS, job_files
-from fcp_cli.launching.targets.options import _given, _parts, _secret, choose_target, read_hostfile
-from fcp_cli.launching.targets.templates import yaml_scalar
-from fcp_cli.launching.targets.values import job_name, template_values
-from fcp_cli.launching.targets.write import submit, write_files
+from fcp_cli.launching.supervise import JobOutcome
+from fcp_cli.launching.target_options import _given, _parts, _secret, choose_target, read_hostfile
+from fcp_cli.launching.targets import TARGETS, job_files, job_name, submit, template_values, write_files, yaml_scalar
 from tests.launching.cluster_jobs import FakeCluster, cluster_job
 
 

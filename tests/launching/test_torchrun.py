@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fcp_cli.launching.job.commands import node_argv
+from fcp_cli.launching.commands import node_argv
 from tests.launching.jobs import local_job
 
 

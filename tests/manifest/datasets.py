@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fcp_cli.arrays import IntArray
 from fcp_cli.manifest.build import BuiltManifest, build_manifest
-from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
+from fcp_cli.manifest.detect import SourceOptions, detect_kind, open_source
+from fcp_cli.util.arrays import IntArray
 
 MEGATRON_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 

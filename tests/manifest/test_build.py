@@ -15,9 +15,9 @@ from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.manifest import build as build_module
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.base import RowBatch
+from fcp_cli.manifest.sources import RowBatch
 from tests import messages
-from tests.commands.planning_folder import fcp
+from tests.cli.planning_folder import fcp
 from tests.manifest.datasets import build, write_jsonl, write_parquet, write_tree
 
 
@@ -103,7 +103,7 @@ def test_two_builds_of_one_source_are_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_progress_adds_up_to_the_units_of_the_source(tmp_path: Path) -> None:
-    from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
+    from fcp_cli.manifest.detect import SourceOptions, detect_kind, open_source
 
     for source in (
         write_jsonl(tmp_path / "d.jsonl", [{"text": "x" * n} for n in range(50)]),

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.chat import NOT_LEARNED, ChatEncoder
+from fcp_cli.manifest.detect import detect_kind
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.detect import detect_kind
-from fcp_cli.manifest.table.header import manifest_source
-from fcp_cli.manifest.tokenizing.chat import NOT_LEARNED, ChatEncoder
+from fcp_cli.manifest.table import manifest_source
 from fcp_cli.manifest.tokens import open_tokens
 from tests.manifest.chat_checkpoint import CHATML, THOROUGH, write_checkpoint
 from tests.manifest.datasets import build, write_arrow, write_jsonl, write_parquet

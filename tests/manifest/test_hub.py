@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.tokenizing.hub import local_checkpoint
+from fcp_cli.manifest.tokenizer import local_checkpoint
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.manifest.sources import line_place
-from fcp_cli.manifest.sources.line_place import LinePlace
-from fcp_cli.manifest.sources.records import place_of
+from fcp_cli.manifest import sources
+from fcp_cli.manifest.records import place_of
+from fcp_cli.manifest.sources import LinePlace
 
 LINES = b"one\n\nthree\nfour"
 
@@ -20,7 +20,7 @@ LINES = b"one\n\nthree\nfour"
 def test_a_line_is_named_by_its_number(
     name: str, byte: int, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_place, "_CHUNK_BYTES", 3)
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 3)
     path = tmp_path / name
     path.write_bytes(gzip.compress(LINES) if path.suffix == ".gz" else LINES)
     for place in (LinePlace(path, byte), pickle.loads(pickle.dumps(LinePlace(path, byte)))):
@@ -36,7 +36,7 @@ def test_where_no_line_begins_or_none_can_be_counted_the_byte_is_named(
     assert f"{LinePlace(path, 99)}" == f"{path} at byte 99"
     assert f"{LinePlace(path.with_suffix('.tar'), 4)}" == f"{tmp_path}/d.tar at byte 4"
     assert f"{LinePlace(tmp_path / 'gone.jsonl', 4)}" == f"{tmp_path}/gone.jsonl at byte 4"
-    monkeypatch.setattr(line_place, "_MOST_BYTES", 4)
+    monkeypatch.setattr(sources, "_MOST_BYTES", 4)
     assert f"{LinePlace(path, 5)}" == f"{path} at byte 5"
 
 

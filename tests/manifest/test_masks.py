@@ -10,11 +10,11 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest.mask_column import mask_rule
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.masks import mask_rule
-from fcp_cli.manifest.table.header import build_command, manifest_source
+from fcp_cli.manifest.table import build_command, manifest_source
 from fcp_cli.manifest.tokens import open_tokens
-from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, chunk_pairs, full, prefix, segments
+from fcp_cli.util.masks import CAUSAL, Mask, MaskedSequence, chunk_pairs, full, prefix, segments
 from tests.manifest.datasets import build, write_jsonl, write_parquet, write_tree
 from tests.messages import raises
 

@@ -11,7 +11,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table.header import build_command, manifest_source
+from fcp_cli.manifest.table import build_command, manifest_source
 from fcp_cli.manifest.tokens import open_media, open_tokens
 from tests.manifest.datasets import build, write_jsonl, write_tokenizer
 from tests.messages import raises

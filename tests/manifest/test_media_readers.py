@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.manifest.sources.detect import detect_kind
-from fcp_cli.manifest.sources.media.media_readers import image_size, video_size
+from fcp_cli.manifest.detect import detect_kind
+from fcp_cli.manifest.media import image_size, video_size
 from fcp_cli.manifest.tokens import open_media
 from tests.manifest.datasets import build, tar, write_parquet, write_tokenizer
 from tests.messages import raises

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.manifest.build import build_manifest
-from fcp_cli.manifest.sources.base import Part
-from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
-from fcp_cli.manifest.sources.jsonl import json_lines
-from fcp_cli.manifest.sources.named import named_source
+from fcp_cli.manifest.detect import SourceOptions, detect_kind, open_source
+from fcp_cli.manifest.sources import Part, named_source
+from fcp_cli.manifest.text import json_lines
 from fcp_cli.manifest.tokens import open_tokens
-from tests.commands.planning_folder import fcp
+from tests.cli.planning_folder import fcp
 from tests.manifest.datasets import tar, tokens_at, write_tokenizer, zstd
 
 TEXTS = [f"row {n} " + "x" * (n * 7 % 90) for n in range(400)]

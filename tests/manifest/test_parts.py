@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
-from fcp_cli.machine import pool
-from fcp_cli.manifest.build import build_manifest
-from fcp_cli.manifest.parts import CountedByWorkers, MergedParts, divisible, write_part
-from fcp_cli.manifest.sources import jsonl
-from fcp_cli.manifest.sources.base import WHOLE, DivisibleSource, Part, RowBatch, Source
-from fcp_cli.manifest.sources.detect import SourceOptions, detect_kind, open_source
-from fcp_cli.manifest.tokenizing.tokenizer import ByteTokenizer
-from tests.commands.planning_folder import fcp
+from fcp_cli.manifest import text
+from fcp_cli.manifest.build import CountedByWorkers, MergedParts, build_manifest, divisible, write_part
+from fcp_cli.manifest.detect import SourceOptions, detect_kind, open_source
+from fcp_cli.manifest.sources import WHOLE, DivisibleSource, Part, RowBatch, Source
+from fcp_cli.manifest.tokenizer import ByteTokenizer
+from fcp_cli.util import pool
+from tests.cli.planning_folder import fcp
 from tests.manifest.datasets import build, write_jsonl, write_parquet, write_tokenizer, write_tree
 from tests.messages import raises
 
@@ -80,7 +79,7 @@ def test_every_line_of_every_file_belongs_to_one_part(
         content = "\n".join(f'{{"text": "{line}x"}}' if line else "" for line in lines).replace("\r", "\\r")
         (folder / f"{number}.jsonl").write_text(content + "\n" * ends, encoding="utf-8")
     files = tuple(sorted(folder.iterdir()))
-    source = jsonl.JsonLines(path=folder, files=files, column="text", tokenizer=ByteTokenizer())
+    source = text.JsonLines(path=folder, files=files, column="text", tokenizer=ByteTokenizer())
     whole = [place for batch in source.batches() for place in placed(batch)]
     parts = [
         place
@@ -103,7 +102,7 @@ def by_workers(source: Path, part: Part = WHOLE) -> CountedByWorkers:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "_PART_BYTES", 700)
+    monkeypatch.setattr(text, "_PART_BYTES", 700)
 
 
 @pytest.mark.processes

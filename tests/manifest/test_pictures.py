@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.sources.detect import detect_kind
-from fcp_cli.manifest.sources.media import pictures
+from fcp_cli.manifest import pictures
+from fcp_cli.manifest.detect import detect_kind
 from fcp_cli.manifest.tokens import open_pictures
-from fcp_cli.vision.processor import Visual
+from fcp_cli.vision.processors import Visual
 from tests.manifest.datasets import build, write_jsonl
 from tests.manifest.picture_checkpoint import Family, odd_sizes, picture, png, processor, write_processor
 

@@ -16,7 +16,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.read import read_lengths_jsonl, read_manifest, remarks
-from fcp_cli.manifest.table.header import manifest_source
+from fcp_cli.manifest.table import manifest_source
 from tests.manifest.datasets import write_arrow, write_parquet
 from tests.messages import raises
 

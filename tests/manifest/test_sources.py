@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
+from fcp_cli.manifest import columnar
+from fcp_cli.manifest import tokenizer as tokenizer_module
+from fcp_cli.manifest.columnar import ParquetShard
+from fcp_cli.manifest.detect import detect_kind
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources import columnar
-from fcp_cli.manifest.sources.detect import detect_kind
-from fcp_cli.manifest.sources.shards import ParquetShard
-from fcp_cli.manifest.table.header import manifest_source
-from fcp_cli.manifest.tokenizing import tokenizer as tokenizer_module
-from fcp_cli.manifest.tokenizing.tokenizer import FileTokenizer
+from fcp_cli.manifest.table import manifest_source
+from fcp_cli.manifest.tokenizer import FileTokenizer
 from fcp_cli.manifest.tokens import SyntheticTokens, open_tokens
 from tests.manifest.datasets import (
     build,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.manifest.table.summary import PERCENTILES, count_pictures, summarize
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.read import PERCENTILES, count_pictures, summarize
+from fcp_cli.manifest.table import LengthTable
 from tests.manifest.datasets import write_parquet
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.file.reader import PlanReader
-from tests.commands.planning_folder import fcp
+from fcp_cli.plan.file import PlanReader
+from tests.cli.planning_folder import fcp
 from tests.planning.examples import PROFILE
 
 ROWS, SIZE = 23, 6

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.memory.activations import layer_bytes, recomputed_bytes
-from fcp_cli.memory.precision import precision_of
-from fcp_cli.memory.vision import patch_bytes
+from fcp_cli.cost.recipe import PrecisionName, Recipe, Recompute
+from fcp_cli.memory.activations import layer_bytes, patch_bytes, recomputed_bytes
+from fcp_cli.memory.items import precision_of
 from fcp_cli.models.model import ModelSpec, VisionSpec, load_model
 from fcp_cli.models.transformers_config import gemma4_config, text_config, whole_config
-from fcp_cli.profiling.computed.analytic import MOVED_PER_RECOMPUTED_BYTE
-from fcp_cli.recipe import PrecisionName, Recipe, Recompute
+from fcp_cli.profiling.computed import MOVED_PER_RECOMPUTED_BYTE
 
 pytestmark = pytest.mark.hf
 
@@ -33,7 +32,7 @@ def test_recomputed_operations_move_the_bytes_that_are_priced(name: str, kind: R
     import torch
     from torch.utils._pytree import tree_leaves
 
-    from fcp_cli.runtime.recomputation import recompute as module
+    from fcp_cli.runtime import recompute as module
 
     handing_out, found = module._HandingOutProducts.__torch_dispatch__, 0
 
@@ -62,8 +61,8 @@ def _run_layers(spec: ModelSpec, kind: Recompute, tokens: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from fcp_cli.integrations.transformers import prepare, recompute_layers
-    from fcp_cli.runtime.layouts.layout import shard_layout
-    from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
+    from fcp_cli.runtime.layout import shard_layout
+    from fcp_cli.runtime.ring import Ring, current_ring
 
     model_type, figures = text_config(spec)
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -94,8 +93,8 @@ def _kept_bytes_per_token(name: str, precision: str, layers: int, tokens: int = 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from fcp_cli.integrations.transformers import prepare
-    from fcp_cli.runtime.layouts.layout import shard_layout
-    from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
+    from fcp_cli.runtime.layout import shard_layout
+    from fcp_cli.runtime.ring import Ring, current_ring
 
     spec = replace(load_model(name), num_layers=layers, **_SMALL)
     model_type, figures = text_config(spec)

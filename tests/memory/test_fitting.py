@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.cost.recipe import Recipe, RecipeRequest, Recompute
 from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, JobRanks, all_fits, fitting_recipe
+from fcp_cli.memory.items import RESERVE_FRACTION
 from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.table import RESERVE_FRACTION
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.descriptions import shipped_names
-from fcp_cli.models.model import ModelSpec, load_model
-from fcp_cli.recipe import Recipe, RecipeRequest, Recompute
+from fcp_cli.models.model import ModelSpec, load_model, shipped_names
 from tests.messages import raises
 
 

@@ -4,10 +4,10 @@ from typing import Any, get_args
 
 import pytest
 
+from fcp_cli.cost.recipe import Recipe, Recompute
+from fcp_cli.memory.items import MemoryItem, Moment, RankMemory
 from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.table import MemoryItem, Moment, RankMemory
 from fcp_cli.models.model import load_model
-from fcp_cli.recipe import Recipe, Recompute
 
 
 def memory_of(model: str = "qwen3-8b", *, ranks: int = 64, **settings: Any) -> RankMemory:

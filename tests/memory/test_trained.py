@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.memory.rank import rank_memory
-from fcp_cli.memory.trained import trained_parameters
+from fcp_cli.memory.state import trained_parameters
 from fcp_cli.models.model import load_model
-from fcp_cli.recipe import Recipe
 
 pytestmark = pytest.mark.torch
 
@@ -26,8 +26,7 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("model", ["qwen3-tiny", "qwen3-vl-tiny"])
 def test_counted_parameters_are_those_of_the_model(model: str, name: str) -> None:
-    from fcp_cli.training.weights.adapters import choose_trained
-    from fcp_cli.training.weights.models import build_model
+    from fcp_cli.training.weights import build_model, choose_trained
 
     recipe = RECIPES[name]
     if model == "qwen3-tiny" and name == "an encoder":

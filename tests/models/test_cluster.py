@@ -7,7 +7,7 @@ import pytest
 
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.models.cluster import ClusterSpec, load_cluster
-from fcp_cli.models.descriptions import shipped_names
+from fcp_cli.models.model import shipped_names
 
 
 def test_the_papers_clusters_are_shipped() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.models.descriptions import read_description, shipped_names
-from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.models.model import ModelSpec, load_model, read_description, shipped_names
 from fcp_cli.models.transformers_config import whole_config
 from tests.messages import raises
 
@@ -123,7 +122,7 @@ def test_a_published_file_gives_the_shipped_model(document: dict[str, Any], name
 
 
 def test_every_shipped_model_with_an_encoder_is_held_by_these_tests() -> None:
-    from fcp_cli.files import shipped
+    from fcp_cli.util.files import shipped
 
     files = [shipped("profiles") / "models" / f"{name}.yaml" for name in shipped_names("model")]
     assert len(_WITH_ENCODER) == sum("vision" in read_description(file, kind="model") for file in files) > 5

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.memory.activations import final_norm_bytes, input_bytes, layer_bytes
-from fcp_cli.memory.precision import precision_of
-from fcp_cli.models.figures import TextFigures
+from fcp_cli.memory.items import precision_of
+from fcp_cli.models.layers import TextFigures
 from fcp_cli.models.model import ModelSpec, load_hf_config, load_model
 from fcp_cli.models.transformers_config import text_config
-from fcp_cli.recipe import Recipe
 from tests.messages import raises
 
 # Models of one kind of layer and of several, with as many layers as have all of their kinds.

@@ -10,10 +10,9 @@ import yaml
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import ProfileError
-from fcp_cli.files import shipped
-from fcp_cli.models.descriptions import shipped_names
-from fcp_cli.models.model import ModelSpec, VisionSpec, load_hf_config, load_model
+from fcp_cli.models.model import ModelSpec, VisionSpec, load_hf_config, load_model, shipped_names
 from fcp_cli.models.transformers_config import text_config, whole_config
+from fcp_cli.util.files import shipped
 from tests.messages import raises
 
 # Published sizes in 1e9 parameters: language model, vision encoder with what joins it to the language model.

@@ -168,7 +168,7 @@ def test_another_model_is_refused_in_one_line_with_the_reason(kind: str, reason:
 @pytest.mark.parametrize("infinity", ["Infinity", '{"__float__": "Infinity"}'])
 def test_a_configuration_that_bounds_time_steps_by_infinity_is_read_and_built(infinity: str, tmp_path: Path) -> None:
     """Published files have JavaScript's Infinity, those of transformers 5 a mapping."""
-    from fcp_cli.training.weights.models import model_config
+    from fcp_cli.training.weights import model_config
 
     document = {
         "model_type": "nemotron_h",

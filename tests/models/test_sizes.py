@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import ProfileError
-from fcp_cli.files import shipped
 from fcp_cli.models.model import load_model
+from fcp_cli.util.files import shipped
 
 CONFIG = {
     "model_type": "qwen3",

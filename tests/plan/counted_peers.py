@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.peers import PeerCount
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.rings import PeerCount
 from fcp_cli.plan.step import StepPlan
 
 

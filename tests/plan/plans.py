@@ -12,14 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.file.schema import schema_of
-from fcp_cli.plan.metadata.hashing import PlanHasher
-from fcp_cli.plan.metadata.plan_metadata import METADATA_KEY, PlanMetadata, Sync
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.run import make_plan
-from fcp_cli.planning.settings.settings import PlanInputs
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.file import PlanReader, schema_of
+from fcp_cli.plan.metadata import METADATA_KEY, PlanHasher, PlanMetadata, Sync
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from tests.planning.examples import example_problem, long_tail
 
 Columns = dict[str, list[Any]]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import ProfileError
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.metadata.plan_metadata import OverlongReport, Sync
+from fcp_cli.plan.metadata import OverlongReport, Sync
 from tests.messages import raises
 from tests.plan.plans import Columns, rewritten, small_plan
 from tests.planning.examples import PROFILE, long_tail, table_of

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.peers import BYTES_PER_PEER
-from fcp_cli.plan.ring_order import ring_hops, ring_order, ring_pairs
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.rings import BYTES_PER_PEER, ring_hops, ring_order, ring_pairs
 from tests.plan.counted_peers import count_peers, plan_peers
 from tests.runtime.plans import Row, random_steps, write_plan
 

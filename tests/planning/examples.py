@@ -9,12 +9,12 @@ import numpy as np
 from benchmarks.compare_families import profile_with_heads
 from benchmarks.workloads import EXAMPLE_PROFILE
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.dataset.run import plan_step
-from fcp_cli.planning.fcp.limits import make_solver
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.candidates import make_solver
+from fcp_cli.planning.make_plan import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import SolverFactory
 

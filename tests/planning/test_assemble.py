@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import BrokenAssignmentError, assemble
-from fcp_cli.planning.batching.batches import batch_of
+from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.problem import Assignment
 from tests.planning.examples import example_problem, table_of
 

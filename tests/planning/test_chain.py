@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.planning.compiled.timelines import iteration
-from fcp_cli.planning.compiled.waves import microbatch
-from tests.commands.planning_folder import EIGHT_RANKS, fcp, write_dataset
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.compiled import timelines, waves
+from tests.cli.planning_folder import EIGHT_RANKS, fcp, write_dataset
 
 
 @pytest.mark.parametrize(
-    ("sync", "search", "name"), [("iteration", iteration, "schedule"), ("microbatch", microbatch, "plan")]
+    ("sync", "search", "name"), [("iteration", timelines, "schedule"), ("microbatch", waves, "plan")]
 )
 def test_a_plan_reaches_its_search_through_five_files_at_most(
     sync: Sync, search: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -34,5 +33,11 @@ def test_a_plan_reaches_its_search_through_five_files_at_most(
     planned = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--sync", sync, cwd=write_dataset(tmp_path))
 
     assert planned.returncode == 0, planned.stderr
-    assert ["plan.py", "run.py", "solver.py", "searches.py", f"{search.__name__.rpartition('.')[2]}.py"] in chains
+    assert [
+        "plan.py",
+        "make_plan.py",
+        "candidates.py",
+        "searches.py",
+        f"{search.__name__.rpartition('.')[2]}.py",
+    ] in chains
     assert max(map(len, chains)) <= 5, chains

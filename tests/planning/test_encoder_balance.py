@@ -6,21 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan, check_step
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.file.writer import plan_writer
-from fcp_cli.plan.pricing.packs import EncoderShares, beside_language
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.dataset.comparison import colocated, encoder_placements
-from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.plan.file import PlanReader, plan_writer
+from fcp_cli.plan.pricing import EncoderShares, beside_language
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.compare import colocated, encoder_placements
 from fcp_cli.planning.encoder_balance import balanced_encoder, with_encoder_ranks
+from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.problem import Problem, problem_of
-from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.recipe import Recipe
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.util.console import Assumptions
 from tests.planning.examples import example_problem, long_tail
 
 SETTINGS = BatchSettings(global_batch_size=64, step_limit=2)

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.cost.model import group_seconds, sequence_work
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.plan.pricing.packs import crosses_nodes
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.pricing import crosses_nodes
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.run import make_plan, plan_step
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.continuation import remaining_steps, settings_of
+from fcp_cli.planning.make_plan import make_plan, plan_step
 from fcp_cli.planning.problem import Problem, problem_of
-from fcp_cli.planning.settings.continuation import remaining_steps, settings_of
-from fcp_cli.planning.settings.settings import PlanInputs
+from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver, solver_names, works_under
 from tests.plan.plans import rewritten
 from tests.planning.examples import example_problem, example_profile, long_tail, one_batch

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli import Planner
-from fcp_cli.plan.file.schema import steps_to_arrow
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
+from fcp_cli.plan.file import steps_to_arrow
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from tests.messages import raises
 from tests.patience import PATIENCE_SECONDS
 from tests.planning.examples import PROFILE, example_problem, first_step, table_of

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli import Planner
-from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.baselines.number_partition import partition
+from fcp_cli.planning.drafts import partition
 from fcp_cli.planning.rollouts.levelling import level_packs, level_parts
 from fcp_cli.planning.rollouts.slime import build_dp_schedule
 from fcp_cli.planning.rollouts.verl import VerlBalancing, lengths_of_workloads
+from fcp_cli.util.arrays import FloatArray, IntArray
 from tests.messages import raises
 from tests.planning.examples import PROFILE
 

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.workloads import family_table
 from fcp_cli.cost.profile import StepTerms, dump_cost_profile, parse_cost_profile
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_step
-from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.fcp.limits import make_solver
+from fcp_cli.planning.candidates import make_solver
 from fcp_cli.planning.problem import Problem
 from tests.planning.examples import example_problem, one_batch
 

@@ -9,14 +9,13 @@ from typing import Any
 
 from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import CostProfile, Sync
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.memory.activations import kept_bytes, mlp_backward_bytes, recomputed_bytes
-from fcp_cli.memory.precision import precision_of
+from fcp_cli.memory.items import precision_of
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.profiling.fits.measurement import Measurement
-from fcp_cli.profiling.fits.samples import append_line, begin_samples
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.computed import analytic_profile
+from fcp_cli.profiling.samples import Measurement, append_line, begin_samples
 
 MODEL, CLUSTER, RANKS = "qwen3-8b", "h100-8x8", 8
 LAYERS = (2, 6)

@@ -6,20 +6,16 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.cost.kernel_names import KernelName
 from fcp_cli.cost.profile import Coefficients, CostProfile, StepTerms, Sync, dump_cost_profile, parse_cost_profile
+from fcp_cli.cost.recipe import KernelName, Recipe, Recompute, ZeroStage
 from fcp_cli.errors import UsageError
-from fcp_cli.memory.precision import precision_of
+from fcp_cli.memory.activations import patch_bytes
+from fcp_cli.memory.items import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import COMMUNICATOR_BYTES, Cut
-from fcp_cli.memory.vision import patch_bytes
-from fcp_cli.models.cluster import ClusterSpec, load_cluster
-from fcp_cli.models.descriptions import shipped_names
-from fcp_cli.models.model import load_model
-from fcp_cli.models.operations import forward_operations
-from fcp_cli.models.shipped import shipped_profile
-from fcp_cli.profiling.computed.analytic import analytic_profile, messages_per_hop, ring_bytes_per_token
-from fcp_cli.recipe import Recipe, Recompute, ZeroStage
+from fcp_cli.models.cluster import ClusterSpec, load_cluster, shipped_profile
+from fcp_cli.models.model import forward_operations, load_model, shipped_names
+from fcp_cli.profiling.computed import analytic_profile, messages_per_hop, ring_bytes_per_token
 from tests.messages import raises
 
 ZERO_2 = Recipe(zero_stage=2)

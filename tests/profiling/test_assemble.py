@@ -11,16 +11,14 @@ from inline_snapshot import snapshot
 
 from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, parse_cost_profile
+from fcp_cli.cost.recipe import Recipe, RecipeRequest
 from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.computed.analytic import analytic_profile, counted_heads
-from fcp_cli.profiling.fits.assemble import profile_from_samples
-from fcp_cli.profiling.fits.measurement import Measurement, model_figures
-from fcp_cli.profiling.fits.memory_block import MemoryFigures
-from fcp_cli.profiling.fits.samples import SamplesFile
-from fcp_cli.recipe import Recipe, RecipeRequest
+from fcp_cli.profiling.computed import analytic_profile, counted_heads
+from fcp_cli.profiling.fits import MemoryFigures, profile_from_samples
+from fcp_cli.profiling.samples import Measurement, SamplesFile, model_figures
 from fcp_cli.report.profiles import reading
 from tests.messages import raises
 

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.console import Assumptions
 from fcp_cli.cost.profile import dump_cost_profile, parse_cost_profile
+from fcp_cli.cost.recipe import Recipe, RecipeRequest
 from fcp_cli.errors import UsageError
-from fcp_cli.machine.devices import LocalDevices
-from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.problem_settings import resolve_problem
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.settings import resolve_problem
 from fcp_cli.profiling import choices
 from fcp_cli.profiling.choices import choose_measurement, computed_profile
 from fcp_cli.profiling.options import ProfileRequest
-from fcp_cli.recipe import Recipe, RecipeRequest
+from fcp_cli.util.console import Assumptions
+from fcp_cli.util.machine import LocalDevices
 from tests.messages import raises
 
 UNSET = ProfileRequest()

@@ -7,11 +7,13 @@ from typing import get_args
 
 import pytest
 
+from fcp_cli.cost.recipe import PrecisionName, Recipe, Recompute
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.fits.measurement import default_vision_layers
-from fcp_cli.profiling.fits.points import Point
-from fcp_cli.profiling.workers.footprint import Footprint, default_layers, points_that_fit
-from fcp_cli.recipe import PrecisionName, Recipe, Recompute
+from fcp_cli.profiling.points import Point
+from fcp_cli.profiling.samples import default_vision_layers
+from fcp_cli.profiling.worker import Footprint, default_layers, points_that_fit
+
+pytestmark = pytest.mark.torch
 
 H100 = 80e9
 WORKER = Footprint(spec=load_model("qwen3-8b"), recipe=Recipe(), layers=6, ranks=8, device_bytes=H100)

@@ -8,12 +8,11 @@ from typing import get_args
 import pytest
 
 from fcp_cli.cost.profile import StepTerms, parse_cost_profile
+from fcp_cli.cost.recipe import Recipe, Recompute
 from fcp_cli.models.cluster import load_cluster
-from fcp_cli.models.model import load_model
-from fcp_cli.models.operations import forward_operations
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.profiling.computed.forward import forward_profile, forward_shares
-from fcp_cli.recipe import Recipe, Recompute
+from fcp_cli.models.model import forward_operations, load_model
+from fcp_cli.profiling.computed import analytic_profile
+from fcp_cli.profiling.forward import forward_profile, forward_shares
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute)[:-1])  # the last mixes others

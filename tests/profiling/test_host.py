@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.memory.state import Cut
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.computed.analytic import analytic_profile
-from fcp_cli.profiling.computed.host import host_operations, layer_operations
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.computed import analytic_profile, host_operations, layer_operations
 
 _VIEWS = (
     *("view", "_unsafe_view", "transpose", "t", "permute", "expand", "slice", "select", "unsqueeze", "squeeze"),

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.cost.attention_kernels import KernelTable, KernelTiming, ShapeClass, shape_class
+from fcp_cli.cost.kernels import KernelTable, KernelTiming, ShapeClass, shape_class
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.fits.assemble import profile_from_samples
-from fcp_cli.profiling.fits.samples import append_line, read_samples
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.fits import profile_from_samples
+from fcp_cli.profiling.samples import append_line, read_samples
 from fcp_cli.report.profiles import reading
 from tests.profiling.recorded import write_samples
 
@@ -40,7 +40,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_calls_cover_masks_packs_and_lengths_up_to_the_budget() -> None:
-    from fcp_cli.profiling.workers.kernel_timing import calls
+    from fcp_cli.profiling.timing import calls
 
     found = calls(70_000)
     assert {sum(call.lengths) for call in found if len(call.lengths) == 1} == {256, 1024, 4096, 16384, 65536}
@@ -58,13 +58,13 @@ def test_calls_cover_masks_packs_and_lengths_up_to_the_budget() -> None:
 def test_usable_kernels_are_timed_and_a_class_that_one_refuses_has_no_time_of_it(
     hopper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fcp_cli.profiling.workers import kernel_timing
-    from fcp_cli.profiling.workers.kernel_timing import Call, time_kernels
-    from fcp_cli.runtime.kernels.probe import Signature
+    from fcp_cli.profiling import timing
+    from fcp_cli.profiling.timing import Call, time_kernels
+    from fcp_cli.runtime.kernels.select import Signature
 
     many = tuple(range(20, 29))
     asked = [Call(lengths=lengths, causal=True) for lengths in ((256,), (700, 800), many)]
-    monkeypatch.setattr(kernel_timing, "calls", lambda most: asked)
+    monkeypatch.setattr(timing, "calls", lambda most: asked)
     found = time_kernels(torch.device("cpu"), Signature(2, 1, 16, 16, torch.float32), 4096, budget_seconds=600)
     assert [(one.kernel, one.pack, one.tokens) for one in found] == [
         ("cudnn", "single", 256),
@@ -77,26 +77,26 @@ def test_usable_kernels_are_timed_and_a_class_that_one_refuses_has_no_time_of_it
 
 
 def test_timing_ends_where_memory_does(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.profiling.workers import kernel_timing
-    from fcp_cli.runtime.kernels.probe import Signature
+    from fcp_cli.profiling import timing as timings
+    from fcp_cli.runtime.kernels.select import Signature
 
     def timed(kernel: Any, call: Any, *_: object) -> KernelTiming:
         if call.lengths == (1024,):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return timing(kernel.name, 256, 1.0)
 
-    monkeypatch.setattr(kernel_timing, "_timed", timed)
-    found = kernel_timing.time_kernels(torch.device("cpu"), Signature(2, 1, 16, 16, torch.float32), 1 << 17)
+    monkeypatch.setattr(timings, "_timed", timed)
+    found = timings.time_kernels(torch.device("cpu"), Signature(2, 1, 16, 16, torch.float32), 1 << 17)
     assert {one.kernel for one in found} == {"cudnn", "fa2"} and len(found) < 12
 
 
 def test_timing_ends_with_its_budget(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.profiling.workers import kernel_timing
-    from fcp_cli.runtime.kernels.probe import Signature
+    from fcp_cli.profiling import timing as timings
+    from fcp_cli.runtime.kernels.select import Signature
 
-    monkeypatch.setattr(kernel_timing, "calls", lambda most: [kernel_timing.Call(lengths=(8,), causal=True)])
+    monkeypatch.setattr(timings, "calls", lambda most: [timing.Call(lengths=(8,), causal=True)])
     signature = Signature(2, 1, 16, 16, torch.float32)
-    assert kernel_timing.time_kernels(torch.device("cpu"), signature, 256, budget_seconds=-1) == []
+    assert timings.time_kernels(torch.device("cpu"), signature, 256, budget_seconds=-1) == []
 
 
 def timing(kernel: Any, tokens: int, seconds: float) -> KernelTiming:
@@ -129,7 +129,7 @@ def test_the_nearest_class_decides() -> None:
 
 
 def test_rank_0_times_kernels_once_and_all_prefer_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.profiling.workers import worker
+    from fcp_cli.profiling import worker
 
     timed: list[int] = []
 

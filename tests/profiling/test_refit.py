@@ -12,10 +12,10 @@ from inline_snapshot import snapshot
 from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, dump_cost_profile
 from fcp_cli.errors import ProfileError, RunError
-from fcp_cli.plan.file.writer import plan_writer
-from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata
+from fcp_cli.plan.file import plan_writer
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.profiling.fits.refit import refit, samples_of_run
+from fcp_cli.profiling.refit import refit, samples_of_run
 from tests.messages import raises
 
 PLANNED = CostProfile(

@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.profiling.fits.measurement import Measurement, read_measurement
-from fcp_cli.profiling.fits.points import Point, measurement_points
-from fcp_cli.profiling.fits.samples import append_line, begin_samples, measured_points, read_samples
-from fcp_cli.profiling.workers.schedule import Schedule
-from fcp_cli.recipe import Recipe
+from fcp_cli.profiling.points import Point, Schedule, measurement_points
+from fcp_cli.profiling.samples import (
+    Measurement,
+    append_line,
+    begin_samples,
+    measured_points,
+    read_measurement,
+    read_samples,
+)
 from tests.messages import raises
 
 POINT = Point(lengths=(512, 64), degree=2)

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
+from fcp_cli.cost.fitting import VisionCosts
 from fcp_cli.cost.profile import CostProfile
-from fcp_cli.cost.vision_fitting import VisionCosts
+from fcp_cli.cost.recipe import Recipe, RecipeRequest
 from fcp_cli.errors import UsageError
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.fits.assemble import profile_from_samples
-from fcp_cli.profiling.fits.measurement import default_vision_layers, read_measurement
-from fcp_cli.profiling.fits.points import VisionPoint, vision_points
-from fcp_cli.profiling.fits.samples import SamplesFile, begin_samples, read_samples
-from fcp_cli.profiling.workers.footprint import Footprint, vision_points_that_fit
-from fcp_cli.profiling.workers.schedule import Schedule
-from fcp_cli.recipe import Recipe, RecipeRequest
+from fcp_cli.profiling.fits import profile_from_samples
+from fcp_cli.profiling.points import Schedule, VisionPoint, vision_points
+from fcp_cli.profiling.samples import SamplesFile, begin_samples, default_vision_layers, read_measurement, read_samples
+from fcp_cli.profiling.worker import Footprint, vision_points_that_fit
 from fcp_cli.report.profiles import reading
 from tests.profiling import test_assemble
+
+pytestmark = pytest.mark.torch
 
 MEASUREMENT = replace(test_assemble.MEASUREMENT, model="qwen3-vl-tiny", layers=(3,), vision_layers=(3,))
 TRAINED = VisionCosts(call_seconds=3e-3, seconds_per_patch=9e-6, seconds_per_patch2=8e-9)
@@ -154,7 +154,7 @@ def test_a_model_without_an_encoder_cannot_freeze_it() -> None:
 def test_what_is_timed_are_the_model_s_own_blocks_and_projector(model: str, blocks: str) -> None:
     torch: Any = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from fcp_cli.profiling.workers.vision_workload import VisionWorkload, build_encoder
+    from fcp_cli.profiling.workload import VisionWorkload, build_encoder
 
     spec = load_model(model)
     assert spec.vision is not None
@@ -177,7 +177,7 @@ def test_what_is_timed_are_the_model_s_own_blocks_and_projector(model: str, bloc
 def test_a_worker_times_the_encoder_and_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from fcp_cli.profiling.workers import worker
+    from fcp_cli.profiling import worker
 
     monkeypatch.setattr(Schedule, "MOST_REPEATS", 1)
     monkeypatch.setattr(Schedule, "LEAST_REPEATS", 1)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.profiling.fits.points import Point
-from fcp_cli.recipe import Recipe
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.profiling.points import Point
 
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.hf]
 def test_groups_fill_the_ranks_inside_or_across_two_nodes(
     degree: int, crosses: bool, groups: list[tuple[int, ...]]
 ) -> None:
-    from fcp_cli.profiling.workers.workload import groups_of
+    from fcp_cli.profiling.workload import groups_of
 
     point = Point(lengths=(64,), degree=degree, crosses_nodes=crosses)
     assert groups_of(point, world=4, ranks_per_node=2) == groups
@@ -61,7 +61,7 @@ def test_packs_run_under_every_recipe_with_the_same_gradients(recipe: Recipe) ->
 def _gradients(recipe: Recipe, degrees: tuple[int, ...] = (1,)) -> list[Any]:
     """Gradients after each member of rings of these degrees ran, what it would receive being its own."""
     from fcp_cli.models.model import load_model
-    from fcp_cli.profiling.workers.workload import SilentTransport, Workload, build_model
+    from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
 
     cpu = torch.device("cpu")
     torch.manual_seed(0)
@@ -79,8 +79,7 @@ def _gradients(recipe: Recipe, degrees: tuple[int, ...] = (1,)) -> list[Any]:
 
 def test_the_end_of_a_step_updates_a_share_and_leaves_the_weights() -> None:
     from fcp_cli.models.model import load_model
-    from fcp_cli.profiling.workers.update_step import UpdateStep, state_bytes
-    from fcp_cli.profiling.workers.workload import SilentTransport, Workload, build_model
+    from fcp_cli.profiling.workload import SilentTransport, UpdateStep, Workload, build_model, state_bytes
     from fcp_cli.verification.emulation import Meeting, ThreadWorld
 
     cpu, recipe = torch.device("cpu"), Recipe(precision="bf16")
@@ -98,7 +97,7 @@ def test_the_end_of_a_step_updates_a_share_and_leaves_the_weights() -> None:
 
 def test_fewer_layers_leave_the_others_without_gradient() -> None:
     from fcp_cli.models.model import load_model
-    from fcp_cli.profiling.workers.workload import SilentTransport, Workload, build_model
+    from fcp_cli.profiling.workload import SilentTransport, Workload, build_model
 
     cpu = torch.device("cpu")
     recipe = Recipe(precision="fp32")
@@ -112,7 +111,7 @@ def test_fewer_layers_leave_the_others_without_gradient() -> None:
 
 
 def test_a_stopwatch_shows_the_time_that_was_computed() -> None:
-    from fcp_cli.profiling.workers.device import Stopwatch
+    from fcp_cli.profiling.timing import Stopwatch
 
     computed = 0.0
 
@@ -142,14 +141,14 @@ class FakeClock:
 def test_waiting_for_a_core_counts_only_where_ranks_share_cores(
     shares_cores: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fcp_cli.profiling.workers import device
+    from fcp_cli.profiling import timing
 
     clock, waited = FakeClock(), [0.0]
-    monkeypatch.setattr(device, "clock_for", lambda _: clock)
-    monkeypatch.setattr(device, "run_queue_seconds", lambda: waited[0])
+    monkeypatch.setattr(timing, "clock_for", lambda _: clock)
+    monkeypatch.setattr(timing, "run_queue_seconds", lambda: waited[0])
 
     def work() -> None:
         clock.now += 50.0
         waited[0] += 30.0  # of these another process had the core
 
-    assert device.Stopwatch(torch.device("cpu"), shares_cores=shares_cores).measure(work) == seconds
+    assert timing.Stopwatch(torch.device("cpu"), shares_cores=shares_cores).measure(work) == seconds

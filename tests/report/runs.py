@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata, Sync
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.run import make_plan
-from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.runs.metrics.metrics import FORMAT, Timing, step_record
-from fcp_cli.runs.metrics.metrics_record import StepRecord
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.runs.metrics import FORMAT, StepRecord, Timing, step_record
 from tests.planning.examples import example_problem, long_tail
 
 SLOW_RANK, SLOW_FACTOR = 3, 1.5

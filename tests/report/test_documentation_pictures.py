@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import picture
-from fcp_cli.demo.paced import library_table, typical_step
+from fcp_cli.cli.paced import library_table, typical_step
 from fcp_cli.plan.step import StepPlan
 
 pytest.importorskip("vl_convert", reason="pictures need the extra 'report'")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import planning_folder
+from tests.cli import planning_folder
 from tests.report.browser import chromium
 from tests.report.runs import make_example_plan, write_run
 

@@ -8,17 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.run import make_plan
-from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.report.page.chart_parts import DegreeColours, inline_csv
-from fcp_cli.report.page.page_data import HeatMap, PlanPicture, bars_of, evenly_spaced
-from fcp_cli.report.page.run_picture import RunPicture, measured_bars
-from fcp_cli.report.ranks_shown import RanksShown
-from fcp_cli.runs.metrics.metrics_reader import run_step
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.setup import Pipeline
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.report.charts import DegreeColours, inline_csv
+from fcp_cli.report.page_data import HeatMap, PlanPicture, RunPicture, bars_of, evenly_spaced, measured_bars
+from fcp_cli.report.plan_tables import RanksShown
+from fcp_cli.runs.metrics_reader import run_step
 from tests.planning.examples import example_problem, long_tail
 from tests.report.runs import SLOW_FACTOR, SLOW_RANK, busy_seconds, make_example_plan, measured
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import PlanError
-from fcp_cli.report.plan_file import open_plan
+from fcp_cli.report.plan_tables import open_plan
 from tests.report.edited_plans import Edit, change_column, edited
 
 
@@ -65,6 +65,6 @@ def test_a_large_file_is_not_read_whole_for_one_step(
     example_plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = edited(example_plan, tmp_path / "edited.parquet", change_column("seconds", lambda seconds: seconds * 0.9))
-    monkeypatch.setattr("fcp_cli.report.plan_file._QUICK_BYTES", 10)
+    monkeypatch.setattr("fcp_cli.report.plan_tables._QUICK_BYTES", 10)
     assert open_plan(path, quickly=True).problems == []
     assert len(open_plan(path).problems) == 1

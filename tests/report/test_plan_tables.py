@@ -8,10 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from fcp_cli.models.cluster import THIS_MACHINE
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.summary import PlanSummary
-from fcp_cli.report.plan_file import open_plan
-from fcp_cli.report.plan_tables import print_plan
+from fcp_cli.report.plan_tables import open_plan, print_plan
 from tests.report.runs import make_example_plan
 
 

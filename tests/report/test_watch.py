@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
 from fcp_cli.report.watch import WINDOW_STEPS, RunState, run_view
-from fcp_cli.runs.metrics.metrics_reader import MetricsTail
+from fcp_cli.runs.metrics_reader import MetricsTail
 from fcp_cli.runs.owner import End, Owner
 from tests.report.runs import measured, run_record, write_run
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.run import make_plan
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.setup import Pipeline
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.problem import problem_of
-from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.report.stage_bars import step_seconds_with
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.report.plan_tables import step_seconds_with
 from fcp_cli.report.why import Explanation, explain_degree
 from tests.planning.examples import example_problem, long_tail
 from tests.report.runs import make_example_plan

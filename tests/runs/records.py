@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from fcp_cli.runs.launch_record import LaunchRecord
-from fcp_cli.runs.metrics import metrics_reader
+from fcp_cli.runs import metrics_reader
+from fcp_cli.runs.run_dir import LaunchRecord
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -8,12 +8,11 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata.online import read_online_settings
-from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader, checkpoints, read_header
-from fcp_cli.runs.folder import next_run_dir
-from fcp_cli.runs.launch_record import latest_run_dir, read_launch, write_launch
+from fcp_cli.plan.metadata import read_online_settings
+from fcp_cli.runs.checkpoints import CheckpointHeader, checkpoints, read_header
+from fcp_cli.runs.metrics_reader import summary_of
 from fcp_cli.runs.owner import read_owner
-from fcp_cli.runs.summary import summary_of
+from fcp_cli.runs.run_dir import latest_run_dir, next_run_dir, read_launch, write_launch
 from tests.messages import raises
 from tests.runs.records import launch_record
 

@@ -5,13 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.runs.metrics.metrics import (
-    MetricsWriter,
-    drop_steps_from,
-    step_record,
-)
-from fcp_cli.runs.metrics.metrics_reader import MetricsTail, read_metrics
-from fcp_cli.runs.metrics.metrics_record import parse_record
+from fcp_cli.runs.metrics import MetricsWriter, drop_steps_from, parse_record, step_record
+from fcp_cli.runs.metrics_reader import MetricsTail, read_metrics
 from tests.plan.steps import Row, make_step
 
 RUN: dict[str, Any] = {"format": "fcp-metrics/1", "kind": "run", "started": "2026-01-01T00:00:00+00:00"}

@@ -7,8 +7,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.metrics.metrics_reader import open_run
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runs.metrics_reader import open_run
 from tests.messages import raises
 from tests.report.runs import busy_seconds, make_example_plan, measured, run_record, write_run
 

@@ -10,10 +10,8 @@ import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.report.watch import RunState, run_view
-from fcp_cli.runs.metrics.metrics import drop_steps_from
-from fcp_cli.runs.metrics.metrics_reader import MetricsTail, open_run, read_metrics
-from fcp_cli.runs.metrics.metrics_record import parse_record
-from fcp_cli.runs.summary import summary_of
+from fcp_cli.runs.metrics import drop_steps_from, parse_record
+from fcp_cli.runs.metrics_reader import MetricsTail, open_run, read_metrics, summary_of
 
 RUN = {"format": "fcp-metrics/1", "kind": "run", "num_ranks": 2, "ranks_per_node": 2, "steps": 9}
 TIMING = {"order": 0, "degree": 1, "tokens": 9, "predicted_seconds": 1.0, "start_seconds": 0.0, "seconds": 1.0}

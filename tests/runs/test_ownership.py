@@ -20,13 +20,12 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import FcpError, RunError
-from fcp_cli.machine import started_by
-from fcp_cli.machine.identity import ProcessIdentity
+from fcp_cli.runs import owner
 from fcp_cli.runs import owner as owners
-from fcp_cli.runs import ownership
-from fcp_cli.runs.owner import Owner, read_owner
-from fcp_cli.runs.ownership import own, own_unless_launched
-from fcp_cli.runtime.metrics.run_record import begin_metrics
+from fcp_cli.runs.owner import Owner, own, own_unless_launched, read_owner
+from fcp_cli.runtime.metrics_message import begin_metrics
+from fcp_cli.util import processes
+from fcp_cli.util.processes import ProcessIdentity
 from tests.patience import wait_until
 from tests.runs.records import write_steps
 
@@ -43,7 +42,7 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
         monkeypatch.setattr(fcntl, "flock", refuse)
-        monkeypatch.setattr(ownership, "_SETTLE_SECONDS", 0.01)
+        monkeypatch.setattr(owner, "_SETTLE_SECONDS", 0.01)
     return str(request.param)
 
 
@@ -58,7 +57,7 @@ PROGRAM = """
 import errno, fcntl, os, sys, time
 from pathlib import Path
 from fcp_cli.errors import FcpError
-from fcp_cli.runs.ownership import own
+from fcp_cli.runs.owner import own
 def refuse(*_):
     raise OSError(errno.ENOLCK, "")
 if "without-locks" in sys.argv:
@@ -185,8 +184,8 @@ def test_ranks_that_outlive_their_launcher_keep_the_folder(
     first = owning()
     assert line_of(first) == "owns"
     rank = [sys.executable, "-c", "import time; time.sleep(600)"]
-    mark = started_by.mark_of(first.pid)
-    with subprocess.Popen(rank, env={**os.environ, started_by.VARIABLE: mark}) as left:
+    mark = processes.mark_of(first.pid)
+    with subprocess.Popen(rank, env={**os.environ, processes.VARIABLE: mark}) as left:
         try:
             first.kill()
             first.wait()
@@ -316,10 +315,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_rank_0_owns_the_folder_unless_its_launcher_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_owner(tmp_path / "run", mark="launcher")
-    monkeypatch.setenv(started_by.VARIABLE, "another")
+    monkeypatch.setenv(processes.VARIABLE, "another")
     with pytest.raises(RunError, match="in use"):
         own_unless_launched(tmp_path / "run")
-    monkeypatch.setenv(started_by.VARIABLE, "launcher")
+    monkeypatch.setenv(processes.VARIABLE, "launcher")
     assert own_unless_launched(tmp_path / "run") is None
 
 
@@ -333,7 +332,7 @@ def test_metrics_are_written_into_no_run_folder_of_another_job(tmp_path: Path, m
 
 
 def test_an_owner_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(owner, "BEAT_SECONDS", 0.01)
     with own(tmp_path / "run"):
         path = tmp_path / "run" / "owner.json"
         os.utime(path, (1, 1))

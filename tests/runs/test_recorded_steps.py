@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.runs.checkpoints.checkpoint_header import CheckpointHeader
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.metrics.metrics import MetricsWriter
-from fcp_cli.runs.recorded_steps import require_recorded
+from fcp_cli.runs.checkpoints import CheckpointHeader
+from fcp_cli.runs.metrics import MetricsWriter
+from fcp_cli.runs.run_dir import RunPaths
+from fcp_cli.runs.trained_run import require_recorded
 from tests.runs.records import write_steps
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.record import write_record
-from fcp_cli.runtime.metrics.run_record import run_record
+from fcp_cli.runs.run_dir import RunPaths, write_record
+from fcp_cli.runtime.metrics_message import run_record
 from tests.launching.jobs import plan_metadata
 from tests.planning.examples import PROFILE
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from inline_snapshot import snapshot
 
-from fcp_cli.runs.folder import RunPaths
-from fcp_cli.runs.summary import RunSummary, closing_line, summary_of
+from fcp_cli.runs.metrics_reader import RunSummary, closing_line, summary_of
+from fcp_cli.runs.run_dir import RunPaths
 
 
 def step(number: int, *, loss: float | None, seconds: float) -> Any:

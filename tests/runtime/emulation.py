@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.lockstep import LockstepTransport, run_lockstep
-from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
+from fcp_cli.runtime import ring_passes
+from fcp_cli.runtime.choices import GradRingDtype
 from fcp_cli.runtime.kernels import AttentionKernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
-from fcp_cli.runtime.layouts.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.ring_attention import ring_passes
-from fcp_cli.runtime.ring_attention.passes import group_backward, group_forward
-from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
+from fcp_cli.runtime.layout import ShardLayout, shard_layout
+from fcp_cli.runtime.ring import AttentionSpec, Ring
+from fcp_cli.runtime.ring_attention import group_backward, group_forward
 from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import Operation
 from fcp_cli.verification.recording import RecordingTransport

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fcp_cli.runtime.kernels.cudnn import CudnnOperators, aten_operators
 from fcp_cli.runtime.kernels.dense import DenseKernel
-from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.layout import Segments
 
 _NONE = torch.empty(0)
 _Library: Any = torch.library.Library  # its methods are untyped

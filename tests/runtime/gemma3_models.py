@@ -16,9 +16,9 @@ from transformers.models.gemma3.modeling_gemma3 import (
     get_block_sequence_ids_for_mask,
 )
 
-from fcp_cli.masks import Mask, MaskRows, prefix, segments
-from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
-from fcp_cli.verification.replay import take_gradient
+from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
+from fcp_cli.util.masks import Mask, MaskRows, prefix, segments
+from fcp_cli.verification.emulation import take_gradient
 from tests.masks import Masked, seen
 from tests.runtime.cache_argument import CACHE
 from tests.runtime.families import FAMILIES

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.machine.torchrun import torchrun_argv
+from fcp_cli.util.processes import torchrun_argv
 from tests.forked_ranks import shared
 from tests.patience import PATIENCE_SECONDS
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fcp_cli.runtime.data.loader import Fetch
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.verification.replay import Replayed, gradients_alone
+from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.step import LocalMicroBatch
+from fcp_cli.verification.emulation import Replayed, gradients_alone
 from tests.runtime.models import SMALL_DECODER, Recomputation
 from tests.runtime.models import recompute as switch_on
 

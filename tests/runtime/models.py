@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fcp_cli.cost.recompute_levels import RecomputeLevel
-from fcp_cli.recipe import Loss, Recompute, Reduce
-from fcp_cli.runtime.data.loader import Fetch
-from fcp_cli.runtime.recomputation.offload import ActivationOffload
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
-from fcp_cli.verification.replay import Replayed, gradients_alone, synthetic_tokens
+from fcp_cli.cost.levels import RecomputeLevel
+from fcp_cli.cost.recipe import Loss, Recompute, Reduce
+from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.recompute import ActivationOffload
+from fcp_cli.runtime.step import LocalMicroBatch
+from fcp_cli.verification.emulation import Replayed, gradients_alone, synthetic_tokens
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 
 if TYPE_CHECKING:
     import transformers

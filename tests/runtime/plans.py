@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fcp_cli.cost.levels import RecomputeLevel
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, dump_cost_profile
-from fcp_cli.cost.recompute_levels import RecomputeLevel
-from fcp_cli.plan.file.writer import plan_writer
-from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.plan.file import plan_writer
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import MicroBatch, StepPlan
-from fcp_cli.recipe import Recipe
 
 
 class Row(NamedTuple):

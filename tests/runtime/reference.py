@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fcp_cli.masks import CAUSAL, Mask
+from fcp_cli.util.masks import CAUSAL, Mask
 from tests.masks import Masked, seen
 
 # Lengths of 1, shorter than 2 * degree, prime, not divisible by anything, and one that dominates.

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.recording import RecordingTransport
 from tests.runtime.emulation import unshard

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from fcp_cli.cost.recompute_levels import RecomputeLevel
+from fcp_cli.cost.levels import RecomputeLevel
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import RunError
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.agreement.plan_agreement import require_training
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.recomputation.as_needed import LayerLevels
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.plan_agreement import require_training
+from fcp_cli.runtime.recompute import LayerLevels
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.ring_attention import attention
 from tests.runtime.models import LEVELS
 from tests.runtime.plans import Row, write_plan
 from tests.runtime.sharded_layers import WIDTH, Passes, train_layers
@@ -134,7 +134,7 @@ def test_models_without_levels_or_layers_of_their_own_are_one_line() -> None:
 @pytest.mark.hf
 def test_models_of_scripts_recompute_by_the_levels_of_the_plan_alone() -> None:
     pytest.importorskip("transformers")
-    from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
+    from fcp_cli.integrations.hugging_face.loops import PlannedModel
     from tests.runtime.models import hugging_face
 
     model = hugging_face("qwen3", torch.float32)

@@ -15,10 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.loss import chunked_loss, fused_loss
-from fcp_cli.runtime.loss.chunked_loss import block_columns, chunked_token_loss_sum
-from fcp_cli.runtime.loss.labels import IGNORED
-from fcp_cli.runtime.loss.token_loss import Labels, head_loss_sum, labelled_rows, token_loss_sum
+from fcp_cli.runtime import loss
+from fcp_cli.runtime.choices import IGNORED
+from fcp_cli.runtime.loss import (
+    Labels,
+    block_columns,
+    chunked_token_loss_sum,
+    head_loss_sum,
+    labelled_rows,
+    token_loss_sum,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -59,7 +65,7 @@ def require_as_of_whole_logits(hidden: Tensor, head: nn.Linear, given: Labels) -
 def test_loss_and_gradients_are_those_of_whole_logits(
     columns: int, share: float, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * columns * TOKENS)
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * columns * TOKENS)
     require_as_of_whole_logits(*example(bias=bias), labels(share))
 
 
@@ -82,7 +88,7 @@ def test_entries_that_a_bias_rules_out_count_nothing(monkeypatch: pytest.MonkeyP
     known = labels(1.0)
     with torch.no_grad():
         head.bias.masked_fill_(torch.ones(VOCABULARY).index_fill(0, known.values[0], 0.0).bool(), -torch.inf)
-    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * TOKENS)  # in most blocks of one column nothing is left
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * TOKENS)  # in most blocks of one column nothing is left
     require_as_of_whole_logits(hidden, head, known)
 
 
@@ -148,7 +154,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_no_more_than_a_block_of_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, vocabulary = 64, 8192
-    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * tokens * 512)
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * tokens * 512)
     hidden = torch.randn(tokens, 2, requires_grad=True)
     weight = torch.randn(vocabulary, 2, requires_grad=True)
     with Largest() as largest:
@@ -212,11 +218,11 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLiger]]:
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(fused_loss, "_HOSTS", frozenset())
+    monkeypatch.setattr(loss, "_HOSTS", frozenset())
     monkeypatch.setattr(FakeLiger, "calls", 0)
-    fused_loss._installed.cache_clear()
+    loss._installed.cache_clear()
     yield FakeLiger
-    fused_loss._installed.cache_clear()
+    loss._installed.cache_clear()
 
 
 def test_an_installed_kernel_computes_the_loss_on_an_accelerator(liger: type[FakeLiger]) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.data.pictures import one_row
-from fcp_cli.integrations.hugging_face.losses.batch_means import own_batches, weights_of
+from fcp_cli.integrations.hugging_face.data import one_row
+from fcp_cli.integrations.hugging_face.losses import own_batches, weights_of
 from fcp_cli.vision.parts import VisualSequence
 from tests.runtime.plans import Row, make_step
 

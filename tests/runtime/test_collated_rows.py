@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.data.batches import one_pair, one_sequence
-from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.integrations.hugging_face.data import CollatedRows, one_pair, one_sequence
+from fcp_cli.plan.file import PlanReader
 from tests.runtime.plans import Row, write_plan
 
 pytestmark = pytest.mark.torch

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.runtime.ring_attention import attention
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 
 pytestmark = pytest.mark.torch

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.plan.ring_order import ring_order
+from fcp_cli.plan.rings import ring_order
 from fcp_cli.plan.step import RingGroup
-from fcp_cli.runtime.communication import connections
-from fcp_cli.runtime.communication.connections import (
+from fcp_cli.runtime import connections
+from fcp_cli.runtime.connections import (
     Connections,
     HaloPattern,
     contacts_of,
@@ -23,15 +23,14 @@ from fcp_cli.runtime.communication.connections import (
     planned_hops,
     rounds_of,
 )
-from fcp_cli.runtime.data.cursor import PlanCursor
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.states.linear_convolution import short_convolution
-from fcp_cli.runtime.states.linear_states import states_at_chunks
+from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.recurrent import short_convolution, states_at_chunks
+from fcp_cli.runtime.ring import Ring
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, ThreadWorld, run_ranks
 from fcp_cli.verification.order import Operation, check_order
-from fcp_cli.verification.processes import replay_processes
 from fcp_cli.verification.recording import RecordingTransport
+from fcp_cli.verification.verify import replay_processes
 from tests.plan.counted_peers import plan_peers
 from tests.runtime.emulation import run_recorded
 from tests.runtime.plans import Row, random_steps, write_plan

@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcp_cli.cost.attention_kernels import KernelTable, KernelTiming, Mask, Pack
-from fcp_cli.cost.kernel_names import KERNELS, KernelName
+from fcp_cli.cost.kernels import KernelTable, KernelTiming, Mask, Pack
+from fcp_cli.cost.recipe import KERNELS, KernelName
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.kernels import AttentionKernel, available, probe, select
+from fcp_cli.runtime.kernels import AttentionKernel, available, select
 from fcp_cli.runtime.kernels.available import UnavailableError, kernels_of
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
-from fcp_cli.runtime.kernels.cuda_choice import ChosenKernel, Preference, asked_kernel
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
 from fcp_cli.runtime.kernels.dense import DenseKernel
-from fcp_cli.runtime.kernels.probe import Signature
-from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.kernels.select import ChosenKernel, Preference, Signature, asked_kernel
+from fcp_cli.runtime.layout import Segments
 from tests.runtime.emulation import require_exact, use_kernel
 from tests.runtime.fake_cuda import FakeCudnn, FakeFlash, install_fa3, install_fa4, registered
 from tests.runtime.reference import make_example, relative_error
@@ -237,7 +236,7 @@ def test_each_architecture_has_an_order(
     assert not Preference().favours("cudnn", "fa2", short)
     asked = Preference(asked="cudnn", excluded=frozenset({"fa3"})).order(short)
     assert asked[0] == "cudnn" and "fa3" not in asked
-    monkeypatch.setattr("fcp_cli.runtime.kernels.cuda_choice.is_rocm", lambda: True)
+    monkeypatch.setattr("fcp_cli.runtime.kernels.select.is_rocm", lambda: True)
     assert Preference().order(long) == ("fa2",)
 
 
@@ -379,11 +378,11 @@ def test_a_packed_form_that_fails_its_test_leaves_the_dense_one(
 @pytest.mark.parametrize("fault", ["dq", "log-sum-exp", "own statistics", "no shared heads", "shapes"])
 def test_a_kernel_with_wrong_numbers_fails_its_test_call(fault: str, cudnn: FakeCudnn) -> None:
     kernel = CudnnKernel(cudnn.operators(packs=False))
-    assert probe.failure(kernel, SMALL, CPU) is None
+    assert select.failure(kernel, SMALL, CPU) is None
     real_forward, real_backward = kernel.forward, kernel.backward
     if fault == "no shared heads":
         cudnn.shares_heads = False
-        assert probe.failure(kernel, SMALL, CPU) == "cuDNN Frontend error: No valid execution plans built."
+        assert select.failure(kernel, SMALL, CPU) == "cuDNN Frontend error: No valid execution plans built."
         return
 
     class Faulty(CudnnKernel):
@@ -402,7 +401,7 @@ def test_a_kernel_with_wrong_numbers_fails_its_test_call(fault: str, cudnn: Fake
             dq, dk, dv = real_backward(dout, q, k, v, out, lse, segments, scale)
             return (dq * float("nan") if fault == "dq" else dq), dk, dv
 
-    found = probe.failure(Faulty(cudnn.operators(packs=False)), SMALL, CPU)
+    found = select.failure(Faulty(cudnn.operators(packs=False)), SMALL, CPU)
     expected = {
         "dq": "its dq is off by nan in a test call",
         "log-sum-exp": "its log-sum-exp is off by",
@@ -444,7 +443,7 @@ def test_what_no_other_kernel_would_mend_ends_the_run(
     with pytest.raises(type(error)):
         agrees(chosen, CALLS["equal"], (4, 2))
     with pytest.raises(type(error)):
-        probe.failure(CudnnKernel(cudnn.operators(packs=False)), SMALL, CPU)
+        select.failure(CudnnKernel(cudnn.operators(packs=False)), SMALL, CPU)
 
 
 def test_a_test_call_holds_under_autocast(cudnn: FakeCudnn) -> None:
@@ -460,7 +459,7 @@ def test_a_test_call_holds_under_autocast(cudnn: FakeCudnn) -> None:
             return DenseKernel().backward(wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], segments, scale)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert probe.failure(Exact(cudnn.operators(packs=False)), SMALL._replace(dtype=torch.bfloat16), CPU) is None
+        assert select.failure(Exact(cudnn.operators(packs=False)), SMALL._replace(dtype=torch.bfloat16), CPU) is None
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 5])

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.errors import PlanError, RunError
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.ring_order import ring_order
-from fcp_cli.runtime.data.cursor import PlanCursor
-from fcp_cli.runtime.data.prefetch import Prefetched
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.rings import ring_order
+from fcp_cli.runtime.cursor import PlanCursor, Prefetched
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.plans import Row, random_steps, write_plan
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.runtime.online import early
-from fcp_cli.runtime.online.early import planner_process, start_early
+from fcp_cli.runtime import planner_process as processes
+from fcp_cli.runtime.planner_process import planner_process, start_early
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -26,7 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
 
     monkeypatch.setattr(subprocess, "Popen", start)
     yield commands
-    early._waiting.clear()
+    processes._waiting.clear()
 
 
 def test_rank_0_of_a_job_without_a_plan_starts_its_planner_early_and_uses_it_once(
@@ -39,11 +39,11 @@ def test_rank_0_of_a_job_without_a_plan_starts_its_planner_early_and_uses_it_onc
     start_early(job | {"RANK": "1"})
     assert started == []
     start_early(job)
-    assert [command[-2:] for command in started] == [["fcp_cli.planning.online", "early"]]
+    assert [command[-2:] for command in started] == [["fcp_cli.planning", "early"]]
     planner_process()
     assert len(started) == 1
     planner_process()  # of a second trainer
-    assert started[1][-1] == "fcp_cli.planning.online"
+    assert started[1][-1] == "fcp_cli.planning"
 
 
 @pytest.mark.parametrize("has", ["a plan", "a plan that was made before"])
@@ -67,9 +67,9 @@ def test_a_job_that_has_a_plan_starts_no_planner(
 def test_an_early_planner_that_nobody_asks_loads_no_library_that_it_does_not_need_and_ends_in_silence() -> None:
     program = (
         "import runpy, sys\n"
-        "sys.argv = ['fcp_cli.planning.online', 'early']\n"
-        "runpy.run_module('fcp_cli.planning.online', run_name='__main__')\n"
-        "print(sorted({'pandas', 'scipy.linalg', 'torch'} & set(sys.modules)), 'fcp_cli.planning.dataset.job_plan' in sys.modules)"
+        "sys.argv = ['fcp_cli.planning', 'early']\n"
+        "runpy.run_module('fcp_cli.planning', run_name='__main__')\n"
+        "print(sorted({'pandas', 'scipy.linalg', 'torch'} & set(sys.modules)), 'fcp_cli.planning.job_plan' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

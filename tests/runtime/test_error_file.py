@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.injection.error_file import record_error
+from fcp_cli.runtime.launcher import record_error
 
 
 @pytest.fixture

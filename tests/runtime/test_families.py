@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.transformers.preparation import _check_call, prepare
 from fcp_cli.integrations.transformers.probe import probe
-from fcp_cli.verification.emulation import Meeting, run_ranks
-from fcp_cli.verification.replay import (
+from fcp_cli.verification.emulation import (
+    Meeting,
     Replayed,
     gradients_alone,
     gradients_on_rank,
+    run_ranks,
     synthetic_tokens,
     thread_session,
 )
@@ -207,7 +208,7 @@ def test_a_rotation_that_grows_is_refused_by_its_name_however_short_the_first_tr
 
 
 def test_a_prepared_model_evaluates_and_generates_outside_the_plan(tmp_path: Path) -> None:
-    from fcp_cli.runtime.session.outside import outside
+    from fcp_cli.runtime.session import outside
 
     own, model = FAMILIES["llama"].build(), FAMILIES["llama"].build()
     prepare(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcp_cli.runtime.communication.world import gather_rows, gather_texts, gather_words
+from fcp_cli.runtime.transport import gather_rows, gather_texts, gather_words
 from fcp_cli.verification.emulation import ThreadWorld, run_ranks
 
 pytestmark = pytest.mark.torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from inline_snapshot import snapshot
 
-from fcp_cli.runtime.agreement.grad_ring import VARIABLE, agreed_grad_dtype
+from fcp_cli.runtime.rank_agreement import GRAD_RING_VARIABLE, agreed_grad_dtype
 from fcp_cli.verification.emulation import ThreadWorld, run_ranks
 from tests.messages import raises
 
@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 
 def agreed(monkeypatch: pytest.MonkeyPatch, variable: str | None, given: list[str | None]) -> list[str]:
     if variable is not None:
-        monkeypatch.setenv(VARIABLE, variable)
+        monkeypatch.setenv(GRAD_RING_VARIABLE, variable)
     else:
-        monkeypatch.delenv(VARIABLE, raising=False)
+        monkeypatch.delenv(GRAD_RING_VARIABLE, raising=False)
     return run_ranks(len(given), lambda meeting, rank: agreed_grad_dtype(ThreadWorld(meeting, rank), CPU, given[rank]))  # type: ignore[arg-type]
 
 

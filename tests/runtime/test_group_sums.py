@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.lockstep import run_lockstep
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
 from fcp_cli.verification.order import Operation, check_order
 from tests.runtime.emulation import recorded_members, run_recorded
 from tests.runtime.reference import make_example

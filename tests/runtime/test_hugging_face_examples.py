@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fcp_cli.machine.torchrun import torchrun_argv
+from fcp_cli.util.processes import torchrun_argv
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.launch import ROOT
 from tests.runtime.plans import Row, write_plan

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.commands.planning_folder import fcp
+from tests.cli.planning_folder import fcp
 from tests.forked_ranks import shared_by_scripts
 from tests.planning.examples import PROFILE
 from tests.runtime.launch import forked_script

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import PluginError
-from fcp_cli.runtime.injection.imports import after_import
-from fcp_cli.runtime.injection.integrations import HOOKS, REGISTRY, hooks
+from fcp_cli.runtime.inject import HOOKS, REGISTRY, after_import, hooks
 from tests.plugin_packages import install
 
 HOOK = "def hook(module):\n    module.train = lambda: 'by the plan'\n"

@@ -10,19 +10,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from fcp_cli.arrays import IntArray
-from fcp_cli.plan.file.messages import table_of
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.job_facts import PlanningWish
-from fcp_cli.plan.metadata.online import settings_of_json
+from fcp_cli.plan.file import PlanReader, table_of
+from fcp_cli.plan.metadata import PlanningWish, settings_of_json
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.dataset.job_plan import JobPlanner
-from fcp_cli.reading.documents import decode_json
-from fcp_cli.runtime.online import job_source
-from fcp_cli.runtime.online.job_source import JobSource
-from fcp_cli.runtime.online.measured import Measured
-from fcp_cli.runtime.online.process import JobProcess
-from tests.planning.dataset.test_job_plan import JOB, LENGTHS
+from fcp_cli.planning.job_plan import JobPlanner
+from fcp_cli.runtime import online_job
+from fcp_cli.runtime.online import Measured
+from fcp_cli.runtime.online_job import JobSource
+from fcp_cli.runtime.planner_process import JobProcess
+from fcp_cli.util.arrays import IntArray
+from fcp_cli.util.inputs import decode_json
+from tests.planning.test_job_plan import JOB, LENGTHS
 
 pytestmark = pytest.mark.torch
 
@@ -84,7 +82,7 @@ def test_enough_is_measured_after_so_many_seconds_or_steps_of_enough_micro_batch
 def test_a_job_is_planned_by_the_times_of_its_first_steps_once_enough_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job_source, "_MEASURED_STEPS", 8)
+    monkeypatch.setattr(online_job, "_MEASURED_STEPS", 8)
     plan = tmp_path / "plan.parquet"
     planner = JobPlanner(plan, replace(JOB, ranks=1, ranks_per_node=1, epochs=20), PlanningWish(), LENGTHS)
     process = PlanningHere(planner)

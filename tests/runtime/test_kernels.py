@@ -13,10 +13,10 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels import AttentionKernel, cpu, cuda, lse_dtype, npu, select_kernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel, tokens_first
-from fcp_cli.runtime.kernels.cuda_choice import ChosenKernel, Preference
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
-from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.kernels.select import ChosenKernel, Preference
+from fcp_cli.runtime.layout import Segments
 from tests.runtime.fake_npu import FakeNpu
 from tests.runtime.reference import HEADS, PACKS, absolute_error, make_example, relative_error
 

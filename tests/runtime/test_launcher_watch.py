@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.machine import processes
+from fcp_cli.util import processes
 from tests.patience import wait_until
 from tests.ports import unused_port
 from tests.training.small_runs import write_manifest, write_small_plan
@@ -34,7 +34,7 @@ rank.wait()
 RANK = """
 import time
 from pathlib import Path
-from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
+from fcp_cli.runtime.launcher import end_with_launcher
 end_with_launcher()
 Path("up").touch()
 time.sleep(600)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcp_cli.masks import CAUSAL, prefix
-from fcp_cli.runtime.layouts.layout import CACHED_LAYOUTS, ZigZagLayout, shard_layout
+from fcp_cli.runtime.layout import CACHED_LAYOUTS, ZigZagLayout, shard_layout
+from fcp_cli.util.masks import CAUSAL, prefix
 
 packs = st.lists(st.integers(min_value=1, max_value=200), min_size=1, max_size=8).map(tuple)
 degrees = st.integers(min_value=1, max_value=16)

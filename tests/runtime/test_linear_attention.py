@@ -15,21 +15,18 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.lockstep import run_lockstep
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import RunError
-from fcp_cli.masks import CAUSAL, full
 from fcp_cli.memory.activations import state_bytes
-from fcp_cli.memory.precision import precision_of
-from fcp_cli.models.figures import LayerKind, Linear
+from fcp_cli.memory.items import precision_of
+from fcp_cli.models.layers import LayerKind, Linear
 from fcp_cli.models.model import load_model
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.recomputation.recompute import keep_attention
-from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.states import linear_states
-from fcp_cli.runtime.states.linear_attention import DeltaRule, DeltaTokens
-from fcp_cli.runtime.states.linear_convolution import short_convolution
-from fcp_cli.runtime.states.linear_states import carry
-from fcp_cli.runtime.states.state_layers import run_rule
+from fcp_cli.runtime import recurrent
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.recompute import keep_attention
+from fcp_cli.runtime.recurrent import DeltaRule, DeltaTokens, carry, run_rule, short_convolution
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.util.masks import CAUSAL, full
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import recorded_members
@@ -145,7 +142,7 @@ def test_states_travel_in_pieces_whose_order_cannot_deadlock(
         state = (times[chunk] * state if factor == (1, 1) else times[chunk] @ state) + plus[chunk]
     each = KEY_SIZE * SIZE * 8
     for piece_bytes in (1, 5 * each, 1 << 20):
-        monkeypatch.setattr(linear_states, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(recurrent, "PIECE_BYTES", piece_bytes)
         members, recorders = recorded_members(shard_layout((9, 9, 9), degree), tuple(range(degree)))
         own = [[i, 2 * degree - 1 - i] for i in range(degree)]
         found = run_lockstep(

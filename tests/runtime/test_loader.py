@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.data.cursor import PlanCursor
-from fcp_cli.runtime.data.loader import begin_shard, fetches_labels, load_shard
-from fcp_cli.runtime.data.steps import load_steps
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.loss.labels import IGNORED
+from fcp_cli.runtime.choices import IGNORED
+from fcp_cli.runtime.cursor import PlanCursor
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.loader import begin_shard, fetches_labels, load_shard, load_steps
 from tests.runtime.plans import Row, microbatch, write_plan
 
 pytestmark = pytest.mark.torch

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcp_cli.runtime.loss.labels import IGNORED
-from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
+from fcp_cli.runtime.choices import IGNORED
+from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
 
 pytestmark = pytest.mark.torch
 

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
+from fcp_cli.integrations.hugging_face.data import CollatedRows
 from fcp_cli.integrations.transformers import prepare
-from fcp_cli.masks import MaskedSequence, full, of_matrix, segments, token_types
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.masks import planned_masks
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.runtime.data.planned_masks import with_planned_masks
-from fcp_cli.verification.emulation import Meeting, run_ranks
-from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import Sync, planned_masks
+from fcp_cli.runtime.loader import with_planned_masks
+from fcp_cli.util.masks import MaskedSequence, full, of_matrix, segments, token_types
+from fcp_cli.verification.emulation import Meeting, Replayed, gradients_on_rank, run_ranks, thread_session
 from tests.runtime.launch import run_worker
 from tests.runtime.plans import Row, write_plan
 

@@ -10,17 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
 from fcp_cli.runtime.kernels.npu import NpuKernel
-from fcp_cli.runtime.layouts.layout import (
-    Hop,
-    MaskedLayout,
-    RingLayout,
-    Rows,
-    Segments,
-    ZigZagLayout,
-    shard_layout,
-)
+from fcp_cli.runtime.layout import Hop, MaskedLayout, RingLayout, Rows, Segments, ZigZagLayout, shard_layout
+from fcp_cli.util.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
 from tests.masks import Masked, all_masked, seen
 from tests.runtime.emulation import (
     GatheringCpuKernel,

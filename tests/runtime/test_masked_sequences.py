@@ -13,19 +13,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.data.rows import CollatedRows
-from fcp_cli.masks import CAUSAL, Mask, MaskedSequence, chunk_pairs, full, prefix, segments
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runtime.agreement.plan_agreement import require_causal
-from fcp_cli.runtime.data.loader import load_shard
-from fcp_cli.runtime.loss.labels import IGNORED
-from fcp_cli.runtime.loss.token_loss import next_token_labels
-from fcp_cli.runtime.online.items import item_of
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.integrations.hugging_face.data import CollatedRows
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runtime.choices import IGNORED
+from fcp_cli.runtime.loader import load_shard
+from fcp_cli.runtime.loss import next_token_labels
+from fcp_cli.runtime.plan_agreement import require_causal
+from fcp_cli.runtime.planner_process import item_of
+from fcp_cli.runtime.ring import Ring
 from fcp_cli.training.data import open_data
-from fcp_cli.verification.emulation import Meeting, run_ranks
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
-from fcp_cli.verification.replay import Replayed, gradients_on_rank, take_gradient, thread_session
+from fcp_cli.util.masks import CAUSAL, Mask, MaskedSequence, chunk_pairs, full, prefix, segments
+from fcp_cli.verification.emulation import (
+    Meeting,
+    Replayed,
+    gradients_on_rank,
+    run_ranks,
+    take_gradient,
+    thread_session,
+)
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, ring_attend
 from fcp_cli.vision.parts import VisualSequence
 from tests.masks import Masked, seen
 from tests.runtime.plans import Row, microbatch, write_plan

@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.metrics.metrics import MetricsWriter
-from fcp_cli.runs.metrics.metrics_reader import open_run
-from fcp_cli.runtime.metrics import recorder as recording
-from fcp_cli.runtime.metrics.mailbox import MessageLostError, MetricsMailbox
-from fcp_cli.runtime.metrics.message import RankMeasurement, mean_loss, measured_record
-from fcp_cli.runtime.metrics.recorder import Recorder
-from fcp_cli.runtime.metrics.timing import Clock
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runs.metrics import MetricsWriter
+from fcp_cli.runs.metrics_reader import open_run
+from fcp_cli.runtime import metrics as recording
+from fcp_cli.runtime.metrics import Clock, MessageLostError, MetricsMailbox, Recorder
+from fcp_cli.runtime.metrics_message import RankMeasurement, mean_loss, measured_record
 from tests.runs.records import read_metrics
 from tests.training.small_runs import write_manifest, write_small_plan
 

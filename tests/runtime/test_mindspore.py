@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runtime.data.cursor import orders_of_rank
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runtime.cursor import orders_of_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runs.records import read_metrics
 from tests.runtime.mindspore_model import HEAD_DIM, initial_weights, layers_of, tokens_of

@@ -13,8 +13,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.metrics.metrics_record import parse_record
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runs.metrics import parse_record
 from tests.runtime.plans import Row, write_plan
 
 _PACKAGE = "fcp_cli.integrations.mindspore"
@@ -37,7 +37,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for name in ("mindspore", "mindspore.communication"):
         monkeypatch.setitem(sys.modules, name, mindspore)
     held = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(_PACKAGE)}
-    yield importlib.import_module(f"{_PACKAGE}.measured")
+    yield importlib.import_module(f"{_PACKAGE}.session")
     for name in [name for name in sys.modules if name.startswith(_PACKAGE)]:
         del sys.modules[name]
     sys.modules.update(held)

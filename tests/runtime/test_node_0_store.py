@@ -8,7 +8,7 @@ import time
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.communication.node_0_store import await_store
+from fcp_cli.runtime.launcher import await_store
 from tests.patience import PATIENCE_SECONDS
 from tests.ports import unused_port
 

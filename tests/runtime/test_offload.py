@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fcp_cli.runtime.recomputation import offload as offload_module
-from fcp_cli.runtime.recomputation.offload import ActivationOffload, StreamLink
-from fcp_cli.runtime.recomputation.recompute import recomputed
+from fcp_cli.runtime import recompute as offload_module
+from fcp_cli.runtime.recompute import ActivationOffload, StreamLink, recomputed
 
 pytestmark = pytest.mark.torch
 

@@ -11,10 +11,10 @@ import torch
 
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.online import manifest_of
-from fcp_cli.verification.model import TinyLanguageModel, plain_attend
-from fcp_cli.verification.replay import gradients_alone
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import manifest_of
+from fcp_cli.verification.emulation import gradients_alone
+from fcp_cli.verification.tiny_model import TinyLanguageModel, plain_attend
 from tests.planning.examples import PROFILE
 from tests.runtime.launch import run_worker
 from tests.runtime.workers.online_worker import CONFIG, tokens_of

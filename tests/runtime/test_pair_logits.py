@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcp_cli.integrations.hugging_face.losses.pairs import two_way
+from fcp_cli.integrations.hugging_face.pairs import two_way
 
 pytestmark = pytest.mark.torch
 

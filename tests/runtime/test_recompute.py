@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.recomputation.recompute import keep_attention, keep_products
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.recompute import keep_attention, keep_products
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.ring_attention import attention
 from tests.runtime.sharded_layers import WIDTH, Passes, train_layers
 
 pytestmark = pytest.mark.torch
@@ -106,7 +106,7 @@ def saved_bytes(run: Run) -> int:
 
     layer, ring = Layer(), Ring(shard_layout((64,), 1))
     hidden = torch.ones(1, 64, WIDTH, dtype=torch.float64, requires_grad=True)
-    import fcp_cli.runtime.recomputation.recompute as module
+    import fcp_cli.runtime.recompute as module
 
     with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         patch.setattr(module, "_keep", lambda tensor: (pack(tensor), tensor._version))

@@ -17,16 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.errors import RunError
-from fcp_cli.masks import CAUSAL, Mask, full, segments
-from fcp_cli.runtime.agreement.grad_ring import GradRingDtype
-from fcp_cli.runtime.communication.transport import Handle
+from fcp_cli.runtime.choices import GradRingDtype
 from fcp_cli.runtime.kernels import AttentionKernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring, current_ring
-from fcp_cli.runtime.ring_attention.ring_passes import ring_forward
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import AttentionSpec, Ring, current_ring
+from fcp_cli.runtime.ring_attention import attention
+from fcp_cli.runtime.ring_passes import ring_forward
+from fcp_cli.runtime.transport import Handle
+from fcp_cli.util.masks import CAUSAL, Mask, full, segments
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 from fcp_cli.verification.order import Operation, check_order
 from tests.runtime.emulation import (

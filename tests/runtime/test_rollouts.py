@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.online import manifest_of
-from fcp_cli.runtime.loss.labels import IGNORED
-from fcp_cli.runtime.loss.token_loss import next_token_labels
-from fcp_cli.runtime.session.token_values import token_log_probs
-from fcp_cli.verification.model import TinyLanguageModel, plain_attend
-from fcp_cli.verification.replay import take_gradient
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import manifest_of
+from fcp_cli.runtime.choices import IGNORED
+from fcp_cli.runtime.loss import next_token_labels
+from fcp_cli.runtime.step import token_log_probs
+from fcp_cli.verification.emulation import take_gradient
+from fcp_cli.verification.tiny_model import TinyLanguageModel, plain_attend
 from tests.planning.examples import PROFILE
 from tests.runtime.launch import run_worker
 from tests.runtime.workers.rollout_worker import ARRIVALS, BATCH, CONFIG, RATE, advantages, policy_loss, tokens_of

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lockstep import LockstepTransport, run_lockstep
-from fcp_cli.runtime.communication.row_exchange import Route, exchange, move_rows, route
+from fcp_cli.runtime.exchange import Route, exchange, move_rows, route
 from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.layouts.layout import Rows
-from fcp_cli.runtime.ring_attention import fused
-from fcp_cli.runtime.ring_attention.rows import add, add_pair, merge, take, take_pair, take_with_lse
+from fcp_cli.runtime import rows as operators
+from fcp_cli.runtime.layout import Rows
+from fcp_cli.runtime.rows import add, add_pair, merge, take, take_pair, take_with_lse
 
 pytestmark = pytest.mark.torch
 
@@ -108,7 +108,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The fused operators on the CPU, through Triton's interpreter; yields the names of those that were called."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernels are defined
     pytest.importorskip("triton")
-    kernels = importlib.reload(importlib.import_module("fcp_cli.runtime.ring_attention.triton_rows"))
+    kernels = importlib.reload(importlib.import_module("fcp_cli.runtime.triton_rows"))
     calls: list[str] = []
 
     def launch(name: str) -> Any:
@@ -119,8 +119,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return run
 
     for name in ("merge_rows", "add_rows", "add_pair_rows", "take_rows"):
-        monkeypatch.setattr(fused, name, launch(name))
-    monkeypatch.setattr(fused, "fused_rows", lambda device_type: True)
+        monkeypatch.setattr(operators, name, launch(name))
+    monkeypatch.setattr(operators, "fused_rows", lambda device_type: True)
     yield calls
     monkeypatch.undo()
 
@@ -128,7 +128,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def both_ways(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[list[Tensor], list[Tensor]]:
     """What `run` changes or returns, by the Triton kernels and by torch."""
     found: list[Tensor] = run()
-    monkeypatch.setattr(fused, "fused_rows", lambda device_type: False)
+    monkeypatch.setattr(operators, "fused_rows", lambda device_type: False)
     return found, run()
 
 

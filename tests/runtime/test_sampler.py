@@ -12,9 +12,15 @@ from torch.utils.data import DataLoader
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime import PlanSampler
-from fcp_cli.verification.emulation import Meeting, run_ranks
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
-from fcp_cli.verification.replay import replay_alone, synthetic_tokens, take_gradient, thread_session
+from fcp_cli.verification.emulation import (
+    Meeting,
+    replay_alone,
+    run_ranks,
+    synthetic_tokens,
+    take_gradient,
+    thread_session,
+)
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, ring_attend
 from tests.runtime.models import VOCAB_SIZE
 from tests.runtime.plans import Row, write_plan
 

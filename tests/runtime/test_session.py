@@ -15,26 +15,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fcp_cli.cost.recipe import Recompute
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.recipe import Recompute
-from fcp_cli.runtime.data.followed_step import plan_path
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.step import Step
-from fcp_cli.verification.emulation import Meeting, run_ranks
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
-from fcp_cli.verification.order import check_order
-from fcp_cli.verification.replay import (
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.runtime.cursor import plan_path
+from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.step import LocalMicroBatch, Step
+from fcp_cli.verification.emulation import (
+    Meeting,
     Replayed,
     gradients_on_rank,
     replay_alone,
     replay_threads,
+    run_ranks,
     synthetic_tokens,
     take_gradient,
     thread_session,
     tiny_config,
 )
+from fcp_cli.verification.order import check_order
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, ring_attend
 from tests.runtime.launch import run_worker
 from tests.runtime.models import VOCAB_SIZE, Case, assert_agrees, build, expected
 from tests.runtime.plans import Row, random_steps, sharing_heads, write_plan

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from benchmarks.lockstep import LockstepTransport
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.communication.shared_heads import of_products, row_products
-from fcp_cli.runtime.communication.transport import Handle, drive
-from fcp_cli.runtime.layouts.layout import UlyssesLayout, shard_layout
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.passes import group_forward
-from fcp_cli.runtime.ring_attention.ring import AttentionSpec, Ring
+from fcp_cli.runtime.exchange import of_products, row_products
+from fcp_cli.runtime.layout import UlyssesLayout, shard_layout
+from fcp_cli.runtime.ring import AttentionSpec, Ring
+from fcp_cli.runtime.ring_attention import attention, group_forward
+from fcp_cli.runtime.transport import Handle, drive
 from fcp_cli.verification.emulation import Mailbox
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import require_error_of_one_device, require_exact, run_emulated, run_recorded

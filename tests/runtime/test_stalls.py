@@ -10,9 +10,9 @@ import torch
 from inline_snapshot import snapshot
 
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.communication.world import rank_timeout
-from fcp_cli.runtime.guards.stalls import Watch, watch_for
-from fcp_cli.runtime.metrics.timing import Clock
+from fcp_cli.runtime.guards import Watch, watch_for
+from fcp_cli.runtime.metrics import Clock
+from fcp_cli.runtime.transport import rank_timeout
 from tests.messages import raises
 from tests.runtime.plans import microbatch
 

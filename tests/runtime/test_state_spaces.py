@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import RunError
 from fcp_cli.memory.activations import state_bytes
-from fcp_cli.memory.precision import precision_of
-from fcp_cli.models.figures import LayerKind, Mamba
+from fcp_cli.memory.items import precision_of
+from fcp_cli.models.layers import LayerKind, Mamba
 from fcp_cli.models.model import load_model
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.recomputation.recompute import keep_attention
-from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.states.state_layers import run_rule
-from fcp_cli.runtime.states.state_spaces import Scan, ScanTokens
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.recompute import keep_attention
+from fcp_cli.runtime.recurrent import Scan, ScanTokens, run_rule
+from fcp_cli.runtime.ring import Ring
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 from tests.runtime.sharded_layers import GROUPS, PACKS, Shards, bytes_of_first_member, on_ranks, require_equal
 

@@ -16,19 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli import Planner
-from fcp_cli.arrays import IntArray
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.plan.check import check_plan
-from fcp_cli.plan.file.messages import Message, steps_of, table_bytes
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.online import OnlineSettings
-from fcp_cli.plan.ring_order import ring_order
+from fcp_cli.plan.file import Message, PlanReader, steps_of, table_bytes
+from fcp_cli.plan.metadata import OnlineSettings
+from fcp_cli.plan.rings import ring_order
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.online.serving import Service
-from fcp_cli.runtime.communication.connections import Connections
-from fcp_cli.runtime.online import source
-from fcp_cli.runtime.online.items import ReadBatch
-from fcp_cli.runtime.online.source import StreamSource
+from fcp_cli.planning.online import Service
+from fcp_cli.runtime import online
+from fcp_cli.runtime.connections import Connections
+from fcp_cli.runtime.online import StreamSource
+from fcp_cli.runtime.planner_process import ReadBatch
+from fcp_cli.util.arrays import IntArray
 from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport
@@ -103,7 +102,7 @@ class PlanningInProcess:
 
 @pytest.fixture
 def planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planner:
-    monkeypatch.setattr(source, "StreamProcess", PlanningInProcess)
+    monkeypatch.setattr(online, "StreamProcess", PlanningInProcess)
     (tmp_path / "profile.yaml").write_text(PROFILE)
     return Planner(tmp_path / "profile.yaml", ranks=RANKS, ranks_per_node=2, tokens_per_rank=100, sync="iteration")
 
@@ -344,7 +343,7 @@ def test_meeting_before_each_step_keeps_an_order_that_ends_where_every_operation
 
 
 def test_a_stream_without_a_planner_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fcp_cli.runtime.online.cursor import online_settings
+    from fcp_cli.runtime.online import online_settings
 
     monkeypatch.delenv("FCP_ONLINE", raising=False)
     with pytest.raises(RunError, match=r"^a stream needs a planner: pass planner=Planner\(\.\.\.\), or start"):

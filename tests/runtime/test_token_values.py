@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.session.token_values import collect, part_of
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.step import collect, part_of
 from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
 from tests.runtime.plans import microbatch
 

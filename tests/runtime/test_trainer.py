@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow.parquet as pq
 import pytest
 
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
 from tests.runtime.trainer_outcomes import Outcomes, outcomes_of, require_equal, require_refused, require_repeated
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face import checks, follow
-from fcp_cli.integrations.hugging_face.accelerate import hooks as accelerate_hooks
-from fcp_cli.integrations.hugging_face.mixin import following
-from fcp_cli.integrations.hugging_face.trainer_hooks import hook_trainer
+from fcp_cli.integrations.hugging_face import checks, trainer
+from fcp_cli.integrations.hugging_face import hooks as accelerate_hooks
+from fcp_cli.integrations.hugging_face.hooks import hook_trainer
+from fcp_cli.integrations.hugging_face.trainer import following
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
@@ -115,7 +115,7 @@ def test_metrics_and_plan_are_whole_before_a_stopped_rank_ends_with_the_signals_
         def close(self) -> None:
             events.append("close")
 
-    monkeypatch.setattr(follow, "TrainerFollower", Follower)
+    monkeypatch.setattr(trainer, "TrainerFollower", Follower)
 
     with pytest.raises(SystemExit), following(SimpleNamespace()):
         events.append("train")

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import check_global_batch, check_trainer
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
 from fcp_cli.runtime import FollowsPlan
 from tests.runtime.models import hugging_face
 from tests.runtime.plans import Row, write_plan

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.loss.token_loss import Labels, token_loss_sum
-from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
-from fcp_cli.verification.emulation import Meeting, run_ranks
-from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.loss import Labels, token_loss_sum
+from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.verification.emulation import Meeting, Replayed, gradients_on_rank, run_ranks, thread_session
 from tests.runtime.models import Case, Family, Recomputation, assert_agrees, build, expected, hugging_face
 from tests.runtime.plans import Row, random_steps, write_plan
 

@@ -12,13 +12,19 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.verification.emulation import Meeting, run_ranks
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.verification.emulation import (
+    Meeting,
+    Replayed,
+    gradients_on_rank,
+    run_ranks,
+    synthetic_tokens,
+    thread_session,
+)
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport, RecordingWorld
-from fcp_cli.verification.replay import Replayed, gradients_on_rank, synthetic_tokens, thread_session
 from tests.runtime.launch import run_worker
 from tests.runtime.models import Recomputation
 from tests.runtime.plans import Row, random_steps, write_plan

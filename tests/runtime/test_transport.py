@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcp_cli.runtime.communication import transport
+from fcp_cli.runtime import transport
 
 pytestmark = pytest.mark.torch
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.verification.emulation import Meeting, run_ranks
+from fcp_cli.verification.emulation import Meeting, Replayed, gradients_on_rank, run_ranks, thread_session
 from fcp_cli.verification.order import check_order
 from fcp_cli.verification.recording import RecordingTransport
-from fcp_cli.verification.replay import Replayed, gradients_on_rank, thread_session
 from tests.runtime.launch import torchrun
 from tests.runtime.plans import Row, write_plan
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.table.table import LengthTable
-from fcp_cli.masks import segments
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.util.masks import segments
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_outcomes import Outcomes, require_equal, require_repeated
 from tests.runtime.vision_families import FAMILIES, Family

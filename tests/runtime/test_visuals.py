@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.pictures.visuals import VisualPack, VisualShard, begin_visual_shard
-from fcp_cli.verification.emulation import Meeting
-from fcp_cli.verification.replay import thread_session
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.visuals import VisualPack, VisualShard, begin_visual_shard
+from fcp_cli.verification.emulation import Meeting, thread_session
 from fcp_cli.vision.parts import PixelRows, PixelsRead, VisualPart, VisualSequence
 from tests.runtime.plans import Row, write_plan
 

@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
-from fcp_cli.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
 from fcp_cli.runtime.kernels import AttentionKernel, cpu
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.kernels.select import capped_kernel
-from fcp_cli.runtime.layouts.layout import Segments, shard_layout
-from fcp_cli.runtime.recomputation.recompute import keep_attention
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.halo import halo_of
-from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.session.outside import outside
+from fcp_cli.runtime.layout import Segments, shard_layout
+from fcp_cli.runtime.recompute import keep_attention
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.ring_attention import attention
+from fcp_cli.runtime.session import outside
+from fcp_cli.runtime.windows import halo_of
+from fcp_cli.util.masks import CAUSAL, Mask, chunk_pairs, full, prefix, segments
 from fcp_cli.verification.order import check_order
 from tests.runtime.emulation import require_exact, run_emulated, run_recorded
 from tests.runtime.fake_npu import FakeNpu

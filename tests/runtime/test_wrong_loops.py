@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.agreement.step_agreement import digest
+from fcp_cli.runtime.choices import OnNan
 from fcp_cli.runtime.gradients import GradientSync
-from fcp_cli.runtime.guards.finite import LossWatch
-from fcp_cli.runtime.guards.on_nan import OnNan
-from fcp_cli.runtime.metrics.timing import Clock
-from fcp_cli.runtime.session.outside import outside
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend
-from fcp_cli.verification.replay import gradients_alone, replay_alone, synthetic_tokens, take_gradient
+from fcp_cli.runtime.guards import LossWatch
+from fcp_cli.runtime.metrics import Clock
+from fcp_cli.runtime.rank_agreement import digest
+from fcp_cli.runtime.session import outside
+from fcp_cli.verification.emulation import gradients_alone, replay_alone, synthetic_tokens, take_gradient
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, plain_attend
 from tests.runtime.models import VOCAB_SIZE
 from tests.runtime.wrong_loops import LOOPS, Rank, backward, random_labels, random_tokens, run, train
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
 from tests.runs.records import read_metrics
 from tests.runtime.launch import torchrun
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS, write_plans

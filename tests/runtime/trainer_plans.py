@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.masks import MaskRows
-from fcp_cli.plan.metadata.masks import planned_masks
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.recipe import Recipe
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.plan.metadata import Sync, planned_masks
+from fcp_cli.util.masks import MaskRows
 from tests.runtime.models import LEVELS
 from tests.runtime.plans import Row, levels_profile, write_plan
 

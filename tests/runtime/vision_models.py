@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.verification.replay import Replayed, take_gradient
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
+from fcp_cli.runtime.step import LocalMicroBatch
+from fcp_cli.verification.emulation import Replayed, take_gradient
 from fcp_cli.vision.parts import VisualSequence
 from tests.runtime.linear_models import InDouble
 from tests.runtime.models import Recomputation, Wrapping, recompute, wrap

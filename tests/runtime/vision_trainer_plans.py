@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fcp_cli.masks import MaskRows
-from fcp_cli.plan.metadata.masks import planned_masks
+from fcp_cli.plan.metadata import planned_masks
+from fcp_cli.util.masks import MaskRows
 from tests.runtime.plans import Row, write_plan
 from tests.runtime.trainer_plans import GLOBAL_BATCH
 from tests.runtime.vision_families import FAMILIES, Family

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fcp_cli.runtime.data.loader import Fetch
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.step import Step
-from fcp_cli.verification.emulation import Meeting, run_ranks
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
-from fcp_cli.verification.replay import synthetic_tokens, thread_session
+from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.step import LocalMicroBatch, Step
+from fcp_cli.verification.emulation import Meeting, run_ranks, synthetic_tokens, thread_session
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, ring_attend
 from tests.runtime.models import VOCAB_SIZE
 from tests.runtime.plans import Row, write_plan
 

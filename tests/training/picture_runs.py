@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fcp_cli.manifest.sources.media.pictures import PictureRecords
+from fcp_cli.manifest.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_pictures
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.training.decoding import Decoder, Wanted
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
-from fcp_cli.training.pictures.decoding import Decoder, Wanted
 from fcp_cli.training.settings import TrainSettings
-from fcp_cli.vision.qwen_processors import Qwen25Vision
+from fcp_cli.vision.processors import Qwen25Vision
 from tests.manifest.datasets import build, write_jsonl
 from tests.manifest.picture_checkpoint import (
     GEMMA_PATCH,

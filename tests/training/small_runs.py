@@ -11,10 +11,10 @@ import numpy as np
 
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources.text import TextTree
-from fcp_cli.manifest.tokenizing.tokenizer import open_tokenizer
-from fcp_cli.plan.file.writer import plan_writer
-from fcp_cli.plan.metadata.plan_metadata import ManifestReference, PlanMetadata, Sync
+from fcp_cli.manifest.text import TextTree
+from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.plan.file import plan_writer
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan
 from tests.forked_ranks import shared
 from tests.patience import PATIENCE_SECONDS
@@ -134,7 +134,7 @@ def run_fcp(*words: str, folder: Path, **environment: str) -> subprocess.Complet
     A job of one rank, too, computes with one thread, as the conftest says why.
     """
     if words[0] != "launch":
-        from tests.commands.planning_folder import fcp  # ranks, which import this file, need no command
+        from tests.cli.planning_folder import fcp  # ranks, which import this file, need no command
 
         return fcp(*words, cwd=folder, **environment)
     return subprocess.run(

@@ -20,9 +20,9 @@ from tests.messages import raises
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from fcp_cli.training.pictures.visuals import open_visuals
+from fcp_cli.training.pictures import open_visuals
 from fcp_cli.training.settings import TrainSettings
-from fcp_cli.training.weights.models import model_config
+from fcp_cli.training.weights import model_config
 from tests.training.picture_runs import write_vision_checkpoint
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

@@ -14,19 +14,18 @@ import torch
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.metadata.plan_metadata import Continuation
-from fcp_cli.runs.checkpoints import checkpoint_files
-from fcp_cli.runs.checkpoints.checkpoint_files import FileSums
-from fcp_cli.runs.checkpoints.checkpoint_header import (
-    CheckpointHeader,
-    check_header,
-    checkpoints,
-    read_header,
-    require_files,
+from fcp_cli.plan.metadata import Continuation
+from fcp_cli.runs import checkpoints as files
+from fcp_cli.runs.checkpoints import CheckpointHeader, FileSums, check_header, checkpoints, read_header, require_files
+from fcp_cli.training.checkpoint import (
+    CheckpointSaver,
+    TrainState,
+    load_checkpoint,
+    remove_leftovers,
+    saved_buffers,
+    write_files,
 )
-from fcp_cli.training.weights.checkpoint import TrainState, load_checkpoint, saved_buffers, write_files
-from fcp_cli.training.weights.saving import CheckpointSaver, remove_leftovers
-from fcp_cli.training.weights.shares import Shares
+from fcp_cli.training.sharding import Shares
 from tests.launching.jobs import plan_metadata
 from tests.messages import raises, settled
 
@@ -193,7 +192,7 @@ def test_a_checkpoint_of_other_files_is_refused_before_anything_starts(tmp_path:
 def test_a_damaged_chunk_is_found_by_the_rank_whose_share_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 200)
     path = save(tmp_path, make(0).state)
     header = read_header(path)
     sums = header.files["state.safetensors"]
@@ -229,7 +228,7 @@ def test_saving_a_step_again_never_leaves_the_run_without_it(tmp_path: Path, mon
 def test_code_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, make(0).state)
     torch.save({"model": {}, "optimizer": Path.cwd}, path / "state.safetensors")
-    sums = checkpoint_files.sums_of([memoryview((path / "state.safetensors").read_bytes())])
+    sums = files.sums_of([memoryview((path / "state.safetensors").read_bytes())])
     header = replace(HEADER, files={"state.safetensors": sums})  # whoever puts code there can change its checksum, too
     with pytest.raises(RunError, match="cannot be read"):
         load_checkpoint(path, make(1).state, header=header, rank=0)
@@ -250,7 +249,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert ready.wait(60)
         return write_files(*arguments)
 
-    monkeypatch.setattr("fcp_cli.training.weights.saving.write_files", write_later)
+    monkeypatch.setattr("fcp_cli.training.checkpoint.write_files", write_later)
     yield ready
     ready.set()
 

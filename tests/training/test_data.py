@@ -10,7 +10,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.tokens import open_tokens
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
 from fcp_cli.training.data import check_tokenizer, has_tokens, open_data
 from tests.manifest.datasets import build, tokens_at
 from tests.messages import raises

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fcp_cli.manifest.sources.media.pictures import PictureRecords
+from fcp_cli.manifest.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_pictures
 from tests.manifest.datasets import build, write_jsonl
 from tests.manifest.picture_checkpoint import Family, picture, processor, write_clip, write_processor
@@ -16,7 +16,7 @@ from tests.manifest.picture_checkpoint import Family, picture, processor, write_
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from fcp_cli.training.pictures.decoding import Decoder, Values, Wanted
+from fcp_cli.training.decoding import Decoder, Values, Wanted
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 

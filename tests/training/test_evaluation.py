@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.files import shipped
 from fcp_cli.manifest.build import build_manifest
-from fcp_cli.manifest.sources.text import TextTree
-from fcp_cli.manifest.tokenizing.tokenizer import open_tokenizer
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.metrics.metrics_reader import open_run
+from fcp_cli.manifest.text import TextTree
+from fcp_cli.manifest.tokenizer import open_tokenizer
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runs.metrics_reader import open_run
 from fcp_cli.training.train import main
+from fcp_cli.util.files import shipped
 from tests.runs.records import read_metrics
 from tests.training.small_runs import write_manifest, write_small_plan, write_text
 

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from fcp_cli.manifest.tokens import open_tokens
 from fcp_cli.models.weights import INDEX
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.plan.file import PlanReader
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.settings import TrainSettings
-from fcp_cli.training.weights.models import model_config
+from fcp_cli.training.weights import model_config
 from tests.manifest.chat_checkpoint import write_checkpoint
 from tests.manifest.datasets import build, write_jsonl
 from tests.runs.records import read_metrics

@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.communication.world import ProcessWorld
-from fcp_cli.runtime.session.outside import outside
-from fcp_cli.training.weights.adapters import choose_trained
-from fcp_cli.training.weights.models import build_model, shard_model
-from fcp_cli.training.weights.sharded_weights import Replica
-from fcp_cli.training.weights.shares import Shares, open_shares
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.runtime.session import outside
+from fcp_cli.runtime.transport import ProcessWorld
+from fcp_cli.training.sharding import Replica, Shares, open_shares
+from fcp_cli.training.weights import build_model, choose_trained, shard_model
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 

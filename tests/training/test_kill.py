@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.models.shipped import shipped_profile_path
-from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
+from fcp_cli.models.cluster import shipped_profile_path
+from fcp_cli.runs.checkpoints import checkpoints
 from tests.runs.records import read_metrics
 from tests.runtime.launch import forked
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runs.checkpoints import checkpoints
 from fcp_cli.training.data import open_data
-from tests.commands.planning_folder import fcp
+from tests.cli.planning_folder import fcp
 from tests.manifest.datasets import build, write_jsonl
 from tests.runs.records import read_metrics
 from tests.training.small_runs import run_fcp

@@ -9,7 +9,7 @@ import torch
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.model import load_model
-from fcp_cli.training.weights.models import build_model, model_vocab_size
+from fcp_cli.training.weights import build_model, model_vocab_size
 
 pytestmark = pytest.mark.hf
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.manifest.sources.media.pictures import PictureRecords
+from fcp_cli.manifest.pictures import PictureRecords
 from fcp_cli.manifest.tokens import open_pictures
 from tests.manifest.datasets import build, write_jsonl
 from tests.manifest.picture_checkpoint import picture, write_processor
@@ -24,8 +24,7 @@ from tests.patience import PATIENCE_SECONDS
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from fcp_cli.training.pictures.decoding import Decoder, Wanted
-from fcp_cli.training.pictures.pixel_pool import PixelPool, usual_workers
+from fcp_cli.training.decoding import Decoder, PixelPool, Wanted, usual_workers
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.processes]
 
@@ -79,7 +78,7 @@ def workers_of(pool: PixelPool) -> list[int]:
 _TRAINER = """
 import sys
 from pathlib import Path
-from fcp_cli.training.pictures.pixel_pool import PixelPool
+from fcp_cli.training.decoding import PixelPool
 from fcp_cli.vision.processors import open_processor
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from typing import Any
 from inline_snapshot import snapshot
 from rich.console import Console
 
-from fcp_cli.runs.metrics.metrics_record import RunRecord
+from fcp_cli.runs.metrics import RunRecord
 from fcp_cli.training.progress import TrainingProgress, progress_line
-from fcp_cli.words import clock, short_count
+from fcp_cli.util.words import clock, short_count
 
 
 def run(steps: int) -> RunRecord:

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.files import shipped
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.models.model import load_model
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.loss import chunked_loss
-from fcp_cli.runtime.recomputation import offload
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runtime import loss, recompute
+from fcp_cli.training.sharding import describe_offload, tokens_without_offload
 from fcp_cli.training.train import main
-from fcp_cli.training.weights.offload import describe_offload, tokens_without_offload
+from fcp_cli.util.files import shipped
 from tests.training.small_runs import write_manifest, write_small_plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
@@ -42,8 +41,8 @@ def test_recomputation_chunked_loss_and_offload_train_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = run(folder, "plain", "--loss", "plain", "--recompute", "none")
-    monkeypatch.setattr(chunked_loss, "LOGITS_BYTES", 4 * 256 * 100)
-    monkeypatch.setattr(offload, "LEAST_BYTES", 1)
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 256 * 100)
+    monkeypatch.setattr(recompute, "LEAST_BYTES", 1)
     capsys.readouterr()
     for one, other in zip(run(folder, "activation", "--recompute", "activation"), plain, strict=True):
         assert one == pytest.approx(other, rel=1e-12, abs=1e-12)

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from fcp_cli.machine import processes
-from fcp_cli.models.shipped import shipped_profile_path
-from fcp_cli.runs.checkpoints.checkpoint_header import checkpoints, read_header
+from fcp_cli.models.cluster import shipped_profile_path
+from fcp_cli.runs.checkpoints import checkpoints, read_header
+from fcp_cli.util import processes
 from tests.forked_ranks import is_rank, shared, without_forks
 from tests.patience import wait_until
 from tests.runs.records import read_metrics

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inline_snapshot import snapshot
 
+from fcp_cli.cost.recipe import Lora, Recipe, parse_lora
 from fcp_cli.errors import UsageError
-from fcp_cli.recipe import Recipe
 from fcp_cli.training.settings import TrainSettings, parse_settings
-from fcp_cli.tuning import Lora, parse_lora
 
 REQUIRED: dict[str, Any] = {"plan": Path("plan.parquet"), "model": "qwen3-tiny", "run_dir": Path("run dir")}
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fcp_cli.memory.trained import backward_of
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.memory.state import backward_of
 from fcp_cli.models.model import load_model
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.metrics.running_step import peak_memory_bytes
-from fcp_cli.training.utilisation import model_flops, peak_of
+from fcp_cli.runtime.metrics import peak_memory_bytes
+from fcp_cli.training.progress import model_flops, peak_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -31,8 +31,7 @@ def test_the_arithmetic_of_a_step_is_what_pytorch_counts(recipe: Recipe, toleran
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
 
-    from fcp_cli.training.weights.adapters import choose_trained
-    from fcp_cli.training.weights.models import model_config
+    from fcp_cli.training.weights import choose_trained, model_config
 
     if recipe.lora is not None:
         pytest.importorskip("peft")

@@ -14,9 +14,9 @@ from inline_snapshot import snapshot
 
 from benchmarks.clips import Scale, write_media_records
 from fcp_cli.errors import RunError
-from fcp_cli.files import shipped
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.tokens import open_media
+from fcp_cli.util.files import shipped
 from fcp_cli.vision.processors import open_processor
 from tests.manifest.datasets import build, write_jsonl
 from tests.messages import raises
@@ -24,9 +24,9 @@ from tests.training.small_runs import write_small_plan
 
 pytest.importorskip("transformers")
 
-from fcp_cli.training.pictures.visuals import SyntheticVisuals
+from fcp_cli.training.pictures import SyntheticVisuals
 from fcp_cli.training.train import main
-from fcp_cli.training.weights.models import build_model, model_config
+from fcp_cli.training.weights import build_model, model_config
 from tests.runtime.vision_families import FAMILIES
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]

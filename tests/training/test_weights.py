@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.models.weights import find_weights, has_weights
-from fcp_cli.training.weights.models import build_model
-from fcp_cli.training.weights.weights import export_model, load_weights, match_weights, unexpected_weights
+from fcp_cli.training.weights import build_model, export_model, load_weights, match_weights, unexpected_weights
 from tests.messages import raises
 from tests.runtime.launch import torchrun
 from tests.training.test_models import write_config
@@ -214,7 +213,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 def test_a_kill_while_writing_leaves_the_export_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = built("qwen3-tiny", seed=1), built("qwen3-tiny", seed=2)
     export(first, tmp_path / "model")
-    monkeypatch.setattr("fcp_cli.training.weights.weights.copy_companions", lambda *_: sys.exit(9))
+    monkeypatch.setattr("fcp_cli.training.weights.copy_companions", lambda *_: sys.exit(9))
     with pytest.raises(SystemExit):
         export(second, tmp_path / "model")
     monkeypatch.undo()

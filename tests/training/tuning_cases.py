@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.recipe import Recipe
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.training.settings import TrainSettings
 from tests.runtime.models import LEVELS
 from tests.runtime.plans import Row, levels_profile, write_plan

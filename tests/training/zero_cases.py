@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.runtime.guards.on_nan import OnNan
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.runtime.choices import OnNan
 from fcp_cli.training.data import open_data
 from fcp_cli.training.optimizer import learning_rate_at, set_learning_rate
 from fcp_cli.training.settings import TrainSettings
-from fcp_cli.training.weights.models import build_model
+from fcp_cli.training.weights import build_model
 from tests.runtime.plans import Row, write_plan
 
 NUM_RANKS = 4

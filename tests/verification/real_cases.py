@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fcp_cli.cost.recompute_levels import RecomputeLevel
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.recipe import Recipe
+from fcp_cli.cost.levels import RecomputeLevel
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.plan.metadata import Sync
 from tests.runtime.plans import Row, levels_profile, write_plan
 
 TOKENS = 2048  # of a rank in each micro-batch, and of each sequence: a ring of two has two of them

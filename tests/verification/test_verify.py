@@ -14,14 +14,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fcp_cli.app import app
+from fcp_cli.cli.app import app
 from fcp_cli.errors import PlanError, RunError
-from fcp_cli.masks import MaskKind, MaskRows
-from fcp_cli.plan.metadata.masks import planned_masks
-from fcp_cli.runtime import gradients
-from fcp_cli.runtime.data import loader
-from fcp_cli.runtime.loss import token_loss as loss
-from fcp_cli.runtime.ring_attention import rows
+from fcp_cli.plan.metadata import planned_masks
+from fcp_cli.runtime import gradients, loader, rows
+from fcp_cli.runtime import loss as loss
+from fcp_cli.util.masks import MaskKind, MaskRows
 from fcp_cli.verification import verify as verify_module
 from fcp_cli.verification.emulation import Meeting, ThreadWorld, run_ranks
 from fcp_cli.verification.verify import verify
@@ -134,7 +132,7 @@ def merges_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         *places, part, part_lse = arguments
         original(*places, part * (1 + 1e-6), part_lse)
 
-    monkeypatch.setattr("fcp_cli.runtime.ring_attention.ring_passes.merge", merge)
+    monkeypatch.setattr("fcp_cli.runtime.ring_passes.merge", merge)
 
 
 @pytest.mark.usefixtures("on_threads")

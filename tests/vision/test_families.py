@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runtime.data.loader import load_shard
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runtime.loader import load_shard
 from tests.runtime.plans import Row, write_plan
 
 pytest.importorskip("transformers")

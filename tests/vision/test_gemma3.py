@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcp_cli.masks import CAUSAL, segments
+from fcp_cli.util.masks import CAUSAL, segments
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.masks import CAUSAL, Mask, segments
+from fcp_cli.util.masks import CAUSAL, Mask, segments
 
 pytest.importorskip("transformers")
 

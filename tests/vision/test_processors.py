@@ -17,9 +17,16 @@ import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.vision.image_processors import Gemma4Vision, GemmaVision, InternVision
-from fcp_cli.vision.processors import open_processor, recorded_processor, words_of
-from fcp_cli.vision.qwen_processors import Qwen25Vision, QwenVision
+from fcp_cli.vision.processors import (
+    Gemma4Vision,
+    GemmaVision,
+    InternVision,
+    Qwen25Vision,
+    QwenVision,
+    open_processor,
+    recorded_processor,
+    words_of,
+)
 from tests.messages import raises
 
 QWEN, QWEN25, INTERN = QwenVision(), Qwen25Vision(), InternVision()

@@ -11,7 +11,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from fcp_cli.integrations.requirements import require_all
+from fcp_cli.integrations.base import require_all
 
 KNOWN_TO_WORK = ("0.19.8",)
 
@@ -73,7 +73,7 @@ class _Loops:
         """Return whether a loader feeds the script's own training loop, not an evaluation or a loop of fcp."""
         import torch
 
-        from fcp_cli.runtime.session.session import Session
+        from fcp_cli.runtime.session import Session
 
         # A script that started an fcp session before requesting any batch writes its loop around that session.
         is_of_fcp = self._loop is None and Session.has_begun

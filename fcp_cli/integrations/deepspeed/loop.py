@@ -11,8 +11,7 @@ from typing import Any
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.job_facts import ZeroStage
-from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
-from fcp_cli.integrations.hugging_face.written_loop import WrittenLoop
+from fcp_cli.integrations.hugging_face.loops import PlannedModel, WrittenLoop
 
 
 class EngineLoop(WrittenLoop):

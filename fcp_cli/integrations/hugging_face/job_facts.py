@@ -18,24 +18,26 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from fcp_cli.cost.recipe import Lora
 from fcp_cli.errors import RunError
-from fcp_cli.files import replaced_atomically
-from fcp_cli.integrations.framework_packing import replaced_packing
-from fcp_cli.integrations.hugging_face.data.pictures import RowSize, has_masks_of_types, has_pictures
-from fcp_cli.integrations.hugging_face.data.row_sizes import RowSizes
-from fcp_cli.integrations.hugging_face.data.rows import CollatedRows, stored_lengths
-from fcp_cli.masks import MASK_COLUMN
-from fcp_cli.plan.file.messages import table_bytes, table_of
-from fcp_cli.plan.metadata.job_facts import JobFacts, is_launched_without_plan
-from fcp_cli.plan.metadata.plan_metadata import LastBatch, steps_per_epoch
-from fcp_cli.reading.documents import decode_json
-from fcp_cli.reading.inputs import open_input
-from fcp_cli.runtime.communication.world import join_process_group
-from fcp_cli.runtime.online.control import ProcessControl
-from fcp_cli.runtime.online.job_plan import job_source
-from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.start import start
-from fcp_cli.tuning import Lora
+from fcp_cli.integrations.base import replaced_packing
+from fcp_cli.integrations.hugging_face.data import (
+    CollatedRows,
+    RowSize,
+    RowSizes,
+    has_masks_of_types,
+    has_pictures,
+    stored_lengths,
+)
+from fcp_cli.plan.file import table_bytes, table_of
+from fcp_cli.plan.metadata import JobFacts, LastBatch, is_launched_without_plan, steps_per_epoch
+from fcp_cli.runtime.online import ProcessControl
+from fcp_cli.runtime.online_job import job_source
+from fcp_cli.runtime.session import Session, start
+from fcp_cli.runtime.transport import join_process_group
+from fcp_cli.util.files import replaced_atomically
+from fcp_cli.util.inputs import decode_json, open_input
+from fcp_cli.util.masks import MASK_COLUMN
 
 _ENCODERS: Final = frozenset({"visual", "vision_tower"})
 _CACHE: Final = "fcp/lengths"

@@ -23,15 +23,13 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.checks import loss_class
-from fcp_cli.integrations.hugging_face.losses.labels import PlannedLoss, kept_logits
-from fcp_cli.integrations.hugging_face.overrides import OWN_LOOP, Override
+from fcp_cli.integrations.hugging_face.checks import OWN_LOOP, Override, loss_class
+from fcp_cli.integrations.hugging_face.losses import PlannedLoss, kept_logits
 from fcp_cli.integrations.transformers.linear import linear_layers
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention
-from fcp_cli.runtime.loss.labels import IGNORED
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.step import Step
+from fcp_cli.runtime.choices import IGNORED
+from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.step import LocalMicroBatch, Step
 
 _EXACT, _ROUGH = 1e-6, 1e-2
 """Maximum relative difference between two values of a loss, in fp32 and in 16-bit types."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import check_global_batch, check_steps
-from fcp_cli.integrations.hugging_face.data.sampler import PlanSampler
+from fcp_cli.integrations.hugging_face.data import PlanSampler
 from fcp_cli.integrations.hugging_face.job_facts import (
     LoopSettings,
     facts_of,
@@ -25,10 +25,10 @@ from fcp_cli.integrations.hugging_face.job_facts import (
     rows_of,
     start_session,
 )
-from fcp_cli.integrations.hugging_face.planned_model import PlannedModel
-from fcp_cli.plan.metadata.job_facts import JobFacts
-from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.step import Step
+from fcp_cli.integrations.hugging_face.loops import PlannedModel
+from fcp_cli.plan.metadata import JobFacts
+from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.step import Step
 
 _STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")
 

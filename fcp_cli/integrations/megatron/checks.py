@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations import requirements
+from fcp_cli.integrations import base
 
 KNOWN_TO_WORK = ("0.16.1", "0.19.2")
 _OLDEST = (0, 16, 1)
@@ -63,7 +63,7 @@ def require(
         advice: versions known to work.
     """
     known = found or f"megatron-core {megatron_version()}"
-    requirements.require(module, path, parameters, found=known, advice=advice or _advice())
+    base.require(module, path, parameters, found=known, advice=advice or _advice())
 
 
 def megatron_version() -> str:

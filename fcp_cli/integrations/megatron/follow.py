@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,28 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron import checks
-from fcp_cli.integrations.megatron.as_needed import recompute_as_needed
-from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
-from fcp_cli.integrations.megatron.data.padding import padding_report
-from fcp_cli.integrations.megatron.data.planned import PlannedData
-from fcp_cli.integrations.megatron.data.samples import LOSS_MASK, LocalShard, LocalStep, load_shard
-from fcp_cli.integrations.megatron.measured import ScheduleRecorder, computes_loss
-from fcp_cli.integrations.megatron.model import device_of, unwrapped
+from fcp_cli.integrations.megatron.data import (
+    LOSS_MASK,
+    LocalShard,
+    LocalStep,
+    PlannedData,
+    PlannedMicroBatch,
+    current_microbatch,
+    load_shard,
+    padding_report,
+)
+from fcp_cli.integrations.megatron.model import Stack, device_of, recompute_as_needed, unwrapped
 from fcp_cli.integrations.megatron.probe import probe
-from fcp_cli.integrations.megatron.reduction import gather_parameters, reduced_after_backwards
-from fcp_cli.integrations.megatron.stack import Stack
 from fcp_cli.integrations.megatron.transformer_engine import PlanProcessGroups, make_rings, wants_rings
-from fcp_cli.plan.metadata.plan_metadata import PlanMetadata
-from fcp_cli.runtime.agreement.plan_agreement import require_causal, require_training
-from fcp_cli.runtime.communication.launcher_watch import end_with_launcher
-from fcp_cli.runtime.communication.transport import ProcessTransport
-from fcp_cli.runtime.ring_attention.ring import Ring
-from fcp_cli.runtime.session.rank_job import RankJob
+from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime.cursor import RankStep
+from fcp_cli.runtime.launcher import end_with_launcher
+from fcp_cli.runtime.metrics import RunningStep
+from fcp_cli.runtime.plan_agreement import require_causal, require_training
+from fcp_cli.runtime.rank_job import RankJob
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.transport import ProcessTransport
 
 _PROBE_VARIABLE = "FCP_PROBE"
 
@@ -346,3 +351,154 @@ def _checked_loss(
         return found
 
     return checked
+
+
+# Keeps Megatron's DDP from communicating within the forwards and backwards of a planned step, which could deadlock.
+#
+# Members of a ring may be at different points of their step: it is the last micro-batch of one and not of another. An
+# all-rank reduction or gather between two hops of the ring would wait for a rank that itself waits for the next hop.
+# So parameters are gathered before the step's first forward, and gradients reduced after the last backward,
+# regardless of `overlap_grad_reduce` and `overlap_param_gather`.
+
+_HELD = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
+
+
+def gather_parameters(chunks: Iterable[Any]) -> None:
+    """Run all parameter gathers that Megatron would overlap with the forwards of the next step. Collective.
+
+    There are none in the first step, in which Megatron disables its own hooks.
+    """
+    for chunk in chunks:
+        config = getattr(chunk, "ddp_config", None)
+        if config is not None and config.overlap_param_gather and chunk.remove_forward_pre_hook_handles:
+            _gather(_bucket_groups(chunk))
+
+
+def _gather(groups: Sequence[Any]) -> None:
+    for group in groups:
+        if not group.param_gather_dispatched:
+            group.start_param_sync()
+    for group in groups:
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+@contextmanager
+def reduced_after_backwards(chunks: Sequence[Any], config: Any) -> Iterator[None]:
+    """Defer the gradient reductions of a schedule run in this context until it finalizes gradients.
+
+    Otherwise, `overlap_grad_reduce` would start them inside backwards.
+
+    Args:
+        chunks: model chunks, as passed to the schedule.
+        config: configuration of the first chunk, which holds the schedule's reduction functions; restored on exit.
+    """
+    overlapping = [
+        chunk for chunk in chunks if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False)
+    ]
+    if not overlapping:
+        yield
+        return
+    given = {name: getattr(config, name) for name in _HELD}
+    finalize = given["finalize_model_grads_func"]
+    held = ExitStack()
+    for chunk in overlapping:
+        held.enter_context(chunk.no_sync())
+
+    def reduce() -> None:
+        held.close()
+        for chunk in overlapping:
+            # In the first batch, newer versions start the reduction themselves when they finish it.
+            if not any(getattr(group, "is_first_batch", False) for group in _bucket_groups(chunk)):
+                chunk.start_grad_sync()
+
+    def reduce_and_finalize(*args: Any, **kwargs: Any) -> Any:
+        reduce()
+        return finalize(*args, **kwargs)
+
+    config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
+    config.finalize_model_grads_func = None if finalize is None else reduce_and_finalize
+    try:
+        yield
+        if finalize is None:  # the script finalizes after the schedule
+            reduce()
+    finally:
+        held.close()
+        for name, function in given.items():
+            setattr(config, name, function)
+
+
+def _bucket_groups(chunk: Any) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+# Metrics of a Megatron job: micro-batch times, from one forward to the next, and the script's loss sums.
+#
+# With several model chunks, forwards of the last one delimit micro-batches, so that they do not overlap; work of
+# other chunks in between counts for the previous micro-batch.
+
+
+def computes_loss() -> bool:
+    """Return whether this process computes its rank's loss: last stage, first tensor-parallel rank."""
+    is_last_stage: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return is_last_stage and not parallel_state.get_tensor_model_parallel_rank()
+
+
+class ScheduleRecorder:
+    """Records the steps of one process; a no-op unless it computes its rank's loss.
+
+    Args:
+        job: job of this process, joined with `records=computes_loss()`.
+    """
+
+    def __init__(self, job: RankJob) -> None:
+        self._recorder, self._clock = job.recorder, job.clock
+        self._is_open = False
+        self._record: RunningStep | None = None
+        self._running: tuple[int, Any] | None = None  # order and begin
+        self._first: Any = None  # mark of the step's first forward
+        self._sums: list[Tensor] = []
+        self._tokens: list[Tensor] = []
+
+    def begin(self, step: RankStep) -> None:
+        """Begin a step, which also ends the previous one, including its optimizer step."""
+        if self._recorder is None:
+            return
+        if not self._is_open:
+            self._recorder.open(step.step)
+            self._is_open = True
+        self._record = self._recorder.begin(step.step, step.makespan_seconds)
+        self._sums, self._tokens = [], []
+        self._first = None
+
+    def go_on(self, row: MicroBatch, *, is_last_chunk: bool) -> None:
+        """Mark the start of a micro-batch's forward, which ends the previous micro-batch."""
+        if self._recorder is None or self._record is None:
+            return
+        now = self._clock.mark()
+        self._first = now if self._first is None else self._first
+        if not is_last_chunk:
+            return
+        self._close(now)
+        self._recorder.enter()
+        # The first micro-batch of a step starts with the step's first forward, of any chunk.
+        self._running = (row.order, now if self._record.marks else self._first)
+
+    def add_loss(self, loss_sum: Any, tokens: Any) -> None:
+        """Record a micro-batch's loss sum and number of tokens, as returned by the script's loss function."""
+        if self._record is not None:
+            self._sums.append(torch.as_tensor(loss_sum).detach().reshape(()))
+            self._tokens.append(torch.as_tensor(tokens).detach().reshape(()))
+
+    def leave(self) -> None:
+        """Mark the end of all micro-batches, with complete gradients."""
+        if self._record is None:
+            return
+        self._close(self._clock.mark())
+        self._record.note_loss(self._sums, torch.stack(self._tokens).sum() if self._tokens else 0)
+        self._record.is_whole = True
+
+    def _close(self, now: Any) -> None:
+        if self._running is not None and self._record is not None:
+            order, begin = self._running
+            self._record.marks.append((order, begin, now))
+            self._running = None

@@ -23,9 +23,15 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron.checks import attention_layers, require
-from fcp_cli.integrations.megatron.data.ahead import Ahead
-from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
-from fcp_cli.integrations.megatron.data.samples import LABELS, LOSS_MASK, POSITIONS, TOKENS
+from fcp_cli.integrations.megatron.data import (
+    LABELS,
+    LOSS_MASK,
+    POSITIONS,
+    TOKENS,
+    Ahead,
+    PlannedMicroBatch,
+    current_microbatch,
+)
 
 _PARAMS = "packed_seq_params"
 _ROLL = "roll_tensor"

@@ -23,10 +23,15 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron.checks import attention_layers
-from fcp_cli.integrations.megatron.data.microbatch import PlannedMicroBatch, current_microbatch
-from fcp_cli.integrations.megatron.data.samples import POSITIONS, TOKENS, LocalShard, Samples
-from fcp_cli.integrations.megatron.model import device_of
-from fcp_cli.integrations.megatron.stack import Stack
+from fcp_cli.integrations.megatron.data import (
+    POSITIONS,
+    TOKENS,
+    LocalShard,
+    PlannedMicroBatch,
+    Samples,
+    current_microbatch,
+)
+from fcp_cli.integrations.megatron.model import Stack, device_of
 from fcp_cli.plan.step import MicroBatch
 
 # Largest relative L2 difference of a layer's output, or of its input gradient, explained by rounding.

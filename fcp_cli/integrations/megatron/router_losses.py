@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.communication.transport import drive
+from fcp_cli.runtime.transport import drive
 
 _current: ContextVar[Any] = ContextVar("layer_sequences", default=None)
 """Sequences of the call in which a layer runs now: `model.RingSequences`."""

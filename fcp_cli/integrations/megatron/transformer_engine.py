@@ -20,8 +20,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runtime.communication.transport import ProcessTransport
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runtime.transport import ProcessTransport
 
 MOST_GROUPS = 64
 """That a process may be in, if the free memory of its device is not known."""

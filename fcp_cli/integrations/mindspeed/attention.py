@@ -7,19 +7,27 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import Attention
 from torch import Tensor, nn
 
-from fcp_cli.integrations.megatron.data.microbatch import current_microbatch
+from fcp_cli.integrations.megatron.data import current_microbatch
 from fcp_cli.integrations.megatron.model import PARAMS, RingSequences
-from fcp_cli.integrations.mindspeed.placement import wrap_everywhere
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.exchange import Swapped
+from fcp_cli.runtime.layout import CACHED_LAYOUTS
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.ring_attention import attention
 
 _UNFLATTEN = "mindspeed.core.context_parallel.utils.unflatten_softmax"
 
@@ -131,3 +139,208 @@ def unflatten_softmax_wrapper(original: Callable[..., Tensor]) -> Callable[..., 
         return merged.view(x.shape)
 
     return unflatten_softmax
+
+
+# Ring attention of a call, MindSpeed's or fcp's own, between Ulysses all-to-alls.
+#
+# MindSpeed's ring attention takes its members as an argument, as global ranks, and keeps them for the backward. So
+# one process group carries all rings. MindSpeed's own Ulysses and hybrid layers are bypassed, since they are bound to
+# static groups; the all-to-alls are fcp's.
+
+_MASK_TOKENS = 2048  # size of the causal mask that fused attention on NPUs requires for all lengths
+_NO_BIAS = 1  # a `pse_type`: no positional bias
+
+
+def attend_on_mindspeed(
+    ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, scale: float, group: dist.ProcessGroup, settings: Any
+) -> Tensor:
+    """Compute attention over a pack sharded on a ring, with MindSpeed's ring attention.
+
+    Args:
+        ring: ring of the call, with chunks of equal length.
+        query, key, value: [tokens, heads, head_dim] of the shard.
+        scale: factor on the scores.
+        group: process group of all ranks.
+        settings: other arguments of MindSpeed's ring attention, from `ring_settings`.
+
+    Returns:
+        [tokens, heads, head_dim].
+    """
+    ring.attention_calls += 1
+    if ring.heads_degree == 1:
+        return _around_ring(ring, query, key, value, scale, group, settings)
+    ring.check_shapes(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)))
+    exchange = ring.head_exchange()
+    query, key, value = Swapped.apply(exchange, None, query, key, value)  # type: ignore[no-untyped-call]
+    out = _around_ring(ring.ring_of_head_group(), query, key, value, scale, group, settings)
+    (own,) = Swapped.apply(exchange, (out.shape[1] * ring.heads_degree,), out)  # type: ignore[no-untyped-call]
+    back: Tensor = own
+    return back
+
+
+def attend_on_own(ring: Ring, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+    """Compute the same as `attend_on_mindspeed` with fcp's own ring, whose chunks may have any length."""
+    out = attention(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)), ring=ring, scale=scale)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def ring_settings(config: Any, layer_number: int) -> dict[str, Any]:
+    """Return the arguments of MindSpeed's ring attention that are equal in all calls of a layer."""
+    from mindspeed.core.context_parallel.ring_context_parallel.context_parallel_kv_cache import get_cache_policy
+
+    policy = getattr(config, "context_parallel_kv_cache_policy", None)
+    return {
+        "causal": True,
+        "megatron_cp_in_bnsd": getattr(config, "megatron_cp_in_bnsd", False),
+        "cache_policy": get_cache_policy(layer_number, policy, getattr(config, "context_parallel_cache_interval", 0)),
+        "pse": None,
+        "pse_type": _NO_BIAS,
+        "cp_group_for_send_recv_overlap": None,
+        "cp_group_for_intra_window_send_recv_overlap": None,
+    }
+
+
+def _around_ring(
+    member: Ring,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    group: dist.ProcessGroup,
+    settings: Any,
+) -> Tensor:
+    from mindspeed.core.context_parallel.ring_context_parallel.ring_context_parallel import ringattn_context_parallel
+
+    ranks, at = list(member.ranks), member.index
+    lengths = tuple(member.ring_layout.owned(at).tolist()) or (query.shape[0],)  # () if idle
+    members = {
+        "cp_group": group,
+        "cp_size": len(ranks),
+        "rank": at,
+        "cp_global_ranks": ranks,
+        "cp_inner_ranks": [ranks[at]],  # no double ring: windows (`--cp-window-size`) of one rank
+        "cp_outer_ranks": ranks,
+        "cp_dkv_outer_ranks": ranks,
+        "cp_group_for_intra_window": group,
+    }
+    packed, mask = _local_sequences(lengths, query.device), _causal_mask(query.device)
+    shards = (tensor.contiguous() for tensor in (query, key, value))
+    heads = query.shape[1]
+    out: Tensor = ringattn_context_parallel(*shards, heads, {**settings, **members}, scale, mask, 0.0, packed)
+    return out
+
+
+@lru_cache(maxsize=CACHED_LAYOUTS)
+def _local_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
+    """Return a shard in MindSpeed's format: sequence ends, and the indices of front and back chunks."""
+    sizes = torch.tensor(lengths)
+    ends = sizes.cumsum(0)
+    is_front = torch.arange(int(ends[-1])) < (ends - sizes // 2).repeat_interleave(sizes)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    packed.kv_index = is_front.nonzero().flatten().to(device)
+    packed.q_index = (~is_front).nonzero().flatten().to(device)
+    return packed
+
+
+@lru_cache
+def _causal_mask(device: torch.device) -> Tensor:
+    return torch.ones(_MASK_TOKENS, _MASK_TOKENS, dtype=torch.bool, device=device).triu(1)
+
+
+# Overrides the process groups of Megatron and MindSpeed per call.
+#
+# Both keep static groups in module globals, which they read through functions. The wrapped functions return the
+# current placement's group inside a call with a placement, else the original. The globals are unchanged, so code
+# outside the call is not affected.
+
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_SLICE_TABLE = "megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Process groups of a call; missing ones keep Megatron's static values.
+
+    Attributes:
+        ranks: global ranks of the context-parallel group.
+        index: index of this process in `ranks`.
+        group: process group of them.
+        data: data-parallel group, with and without context parallelism.
+    """
+
+    ranks: tuple[int, ...] = ()
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+
+
+_current: ContextVar[Placement | None] = ContextVar("current_placement", default=None)
+
+# Function path -> override from the placement; None: call the original.
+_ANSWERS: Mapping[str, Callable[[Placement], Any]] = {
+    f"{_PARALLEL_STATE}.get_context_parallel_group": lambda placement: placement.group,
+    f"{_PARALLEL_STATE}.get_context_parallel_global_ranks": lambda placement: list(placement.ranks) or None,
+    f"{_PARALLEL_STATE}.get_context_parallel_world_size": lambda placement: len(placement.ranks) or None,
+    f"{_PARALLEL_STATE}.get_context_parallel_rank": lambda placement: placement.index if placement.ranks else None,
+    f"{_PARALLEL_STATE}.get_data_parallel_group": lambda placement: placement.data,
+}
+
+
+@contextmanager
+def placed(placement: Placement) -> Iterator[None]:
+    """Use a placement for calls of this thread."""
+    token = _current.set(placement)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def hook_parallel_state() -> None:
+    """Hook the functions in `_ANSWERS` to return the call's placement, in all modules that imported them."""
+    for path, answer in _ANSWERS.items():
+        wrap_everywhere(path, _answering(answer))
+    wrap_everywhere(_SLICE_TABLE, _whole_table_wrapper)
+
+
+def _whole_table_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Skip slicing rotary tables under a one-rank placement: newer versions use the group stored in the module."""
+
+    @wraps(original)
+    def slice_table(table: Any, *args: Any, **kwargs: Any) -> Any:
+        placement = _current.get()
+        return table if placement is not None and len(placement.ranks) == 1 else original(table, *args, **kwargs)
+
+    return slice_table
+
+
+def _answering(answer: Callable[[Placement], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def placement_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            placement = _current.get()
+            found = None if placement is None else answer(placement)
+            return original(*args, **kwargs) if found is None else found
+
+        return asked
+
+    return placement_wrapper
+
+
+def wrap_everywhere(path: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap the function at `path` in its module and in all modules that imported it by name.
+
+    If MindSpeed's patch manager is loaded, the wrapper is registered there. It treats functions as wrappers only if
+    their name ends in `wrapper`.
+    """
+    manager = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
+    if manager is not None:
+        manager.register_patch(path, wrapper)
+        manager.apply_patches()
+        return
+    home, name = path.rsplit(".", 1)
+    original = getattr(importlib.import_module(home), name)
+    wrapped = wrapper(original)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, wrapped)

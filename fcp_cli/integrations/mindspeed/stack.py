@@ -16,15 +16,19 @@ from fcp_cli.errors import RunError
 from fcp_cli.integrations.megatron.model import hook_model
 from fcp_cli.integrations.mindspeed import checks
 from fcp_cli.integrations.mindspeed.attention import (
+    Placement,
+    attend_on_mindspeed,
+    attend_on_own,
     hook_layer,
+    hook_parallel_state,
     hook_rotary,
+    placed,
     plain_attention,
     replace_unflatten,
+    ring_settings,
     scale_of,
 )
-from fcp_cli.integrations.mindspeed.placement import Placement, hook_parallel_state, placed
-from fcp_cli.integrations.mindspeed.ring import attend_on_mindspeed, attend_on_own, ring_settings
-from fcp_cli.runtime.communication.transport import ProcessTransport
+from fcp_cli.runtime.transport import ProcessTransport
 
 # Megatron's groups that may have a single process, over which a script's sums are unchanged.
 _SMALL_GROUPS = ("pipeline_model_parallel", "tensor_model_parallel", "expert_model_parallel")

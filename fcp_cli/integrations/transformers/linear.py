@@ -22,10 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.states.linear_attention import DeltaRule, DeltaTokens
-from fcp_cli.runtime.states.linear_convolution import short_convolution
-from fcp_cli.runtime.states.state_layers import run_rule
-from fcp_cli.runtime.states.state_spaces import Scan, ScanTokens
+from fcp_cli.runtime.recurrent import DeltaRule, DeltaTokens, Scan, ScanTokens, run_rule, short_convolution
 
 _CONVOLUTION = "causal_conv1d_fn"
 _RULES = ("torch_chunk_gated_delta_rule", "mamba2_chunk_scan")

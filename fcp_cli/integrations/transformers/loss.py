@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.loss.token_loss import Labels, head_loss_sum
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.loss import Labels, head_loss_sum
+from fcp_cli.runtime.ring import Ring
 
 
 class LossHead(nn.Linear):

@@ -32,21 +32,20 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fcp_cli.cost.recompute_levels import RecomputeLevel
+from fcp_cli.cost.levels import RecomputeLevel
+from fcp_cli.cost.recipe import Recompute
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.transformers.linear import hook_linear_layers, linear_layers
 from fcp_cli.integrations.transformers.loss import prepare_loss, takes_labels
 from fcp_cli.integrations.transformers.probe import probe
-from fcp_cli.recipe import Recompute
-from fcp_cli.ring_exactness import missing_for_rings
-from fcp_cli.runtime.communication.connections import expect_halo_pattern
-from fcp_cli.runtime.communication.row_exchange import exchange
-from fcp_cli.runtime.pictures.visuals import VisualShard
-from fcp_cli.runtime.recomputation.as_needed import LayerLevels
-from fcp_cli.runtime.recomputation.recompute import recomputed
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
-from fcp_cli.runtime.session.outside import switch_outside
+from fcp_cli.models.ring_exactness import missing_for_rings
+from fcp_cli.runtime.connections import expect_halo_pattern
+from fcp_cli.runtime.exchange import exchange
+from fcp_cli.runtime.recompute import LayerLevels, recomputed
+from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.runtime.ring_attention import attention
+from fcp_cli.runtime.session import switch_outside
+from fcp_cli.runtime.visuals import VisualShard
 from fcp_cli.vision.families import FAMILIES
 
 NAME = "fcp"

@@ -11,6 +11,7 @@ The verdict depends on outputs, not on the names of models or layers.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,13 +26,12 @@ from torch.overrides import TorchFunctionMode
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.integrations.transformers.linear import linear_layers, tokens_apart
-from fcp_cli.integrations.transformers.twin import twin_of
-from fcp_cli.ring_exactness import growing_rotation
+from fcp_cli.models.ring_exactness import growing_rotation
 
 _NAME = "fcp-probe"
-_TOKENS = 16
+_PROBE_TOKENS = 16
 # Every other token without the last, so that the shard's largest position is smaller than the sequence's.
-_SHARD = tuple(range(1, _TOKENS - 1, 2))
+_SHARD = tuple(range(1, _PROBE_TOKENS - 1, 2))
 _BY_HAND = 1 << 17  # shift of positions counted inside attention, large enough to change any position-dependent scale
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TOLERANCE_16_BIT = 0.05
@@ -118,7 +118,7 @@ class _Probe:
 
     def run(self) -> None:
         shard = list(_SHARD)
-        ids, positions = self._ids(), torch.arange(_TOKENS) * self._stride()
+        ids, positions = self._ids(), torch.arange(_PROBE_TOKENS) * self._stride()
         others = ids.roll(1)
         others[shard] = ids[shard]
         with self._probing():
@@ -170,7 +170,7 @@ class _Probe:
         configs = (self._config, self._model.config)
         special = {v for c in configs for name, v in vars(c).items() if "token" in name and isinstance(v, int)}
         free = [number for number in range(self._config.vocab_size) if number not in special]
-        return torch.tensor([free[(7 * i + 3) % len(free)] for i in range(_TOKENS)])
+        return torch.tensor([free[(7 * i + 3) % len(free)] for i in range(_PROBE_TOKENS)])
 
     def _stride(self) -> int:
         """Return the distance between probed positions.
@@ -187,7 +187,7 @@ class _Probe:
         tables = [len(tensor) for tensor in held if tensor.dim() == 2]
         # Learned position tables may have a few extra rows, e.g. two in OPT.
         if any(most <= rows <= most + 8 for rows in tables):
-            return max(1, (most - 1) // (_TOKENS - 1))
+            return max(1, (most - 1) // (_PROBE_TOKENS - 1))
         return max(1, first_trained // (_SHARD[-1] + 1))
 
     def attend(
@@ -282,3 +282,66 @@ def _seen(heads: Tensor) -> Tensor:
     weights = torch.linspace(-1.0, 1.0, heads.shape[-1], dtype=heads.dtype, device=heads.device).cos()
     weights = weights * torch.arange(1, heads.shape[-1] + 1, dtype=heads.dtype, device=heads.device).sin()
     return (heads * weights).sum(dim=-1, keepdim=True)
+
+
+# Builds a small twin of a model whose weights are not loaded yet, for the probe.
+
+_LAYERS = 6  # maximum of a twin; layer types alternate within fewer layers
+_HEADS = 4
+_GROUPS = 2
+_SIZES = {
+    "vocab_size": 64,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def twin_of(model: transformers.PreTrainedModel) -> Any:
+    """Return a small model of the same class on the CPU, or None if its class or config prevents it.
+
+    It has the same layer types, experts, rotary embeddings and scales, but another width.
+    """
+    if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):
+        return None  # under FakeTensorMode the twin would also be fake
+    try:
+        config = _small(model.config)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            twin: Any = type(model)(config)
+        is_whole = all(bool(torch.isfinite(parameter).all()) for parameter in twin.parameters())
+        return twin.float() if is_whole else None  # in fp32 even if the script's default dtype has 16 bits
+    except Exception:  # any error of a model's own code at untested sizes
+        return None
+
+
+def _small(config: Any) -> Any:
+    """Return a copy of a decoder's config with small sizes but the same head size."""
+    small = copy.deepcopy(config)
+    layers = config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == layers:
+            setattr(small, name, value[:_LAYERS])
+        elif name in _SIZES and isinstance(value, int):
+            setattr(small, name, min(value, _SIZES[name]))
+        elif name in _SPECIAL_TOKENS and value is not None:
+            setattr(small, name, _SPECIAL_TOKENS.index(name))
+    small.num_hidden_layers = min(layers, _LAYERS)
+    groups = getattr(config, "num_key_value_heads", None)
+    small.num_attention_heads = _HEADS
+    if groups is not None:
+        small.num_key_value_heads = _HEADS if groups == config.num_attention_heads else _GROUPS
+    small.hidden_size = _HEADS * head_dim
+    return small

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.compiling.compile import inlined, kernel
-from fcp_cli.planning.compiled.alone import alone_at_best, at_best
+from fcp_cli.planning.compiled.certificate import alone_at_best, at_best
 from fcp_cli.planning.compiled.core import (
     NONE,
     PlannerInputs,
@@ -20,6 +18,7 @@ from fcp_cli.planning.compiled.core import (
     common_divisor,
     enter_load,
     falling_order,
+    least_of_packs,
     load_at,
     make_loads,
     most_of,
@@ -29,8 +28,9 @@ from fcp_cli.planning.compiled.core import (
     together,
     total_of,
 )
-from fcp_cli.planning.compiled.room_tree import first_with_room, make_tree, roomiest, set_room
-from fcp_cli.planning.compiled.ways import least_of_packs
+from fcp_cli.planning.compiled.single_rank_packs import first_with_room, make_tree, roomiest, set_room
+from fcp_cli.util.arrays import FloatArray, IntArray
+from fcp_cli.util.compiling import inlined, kernel
 
 FULL, EVEN, LEVEL = 0, 1, 2  # packings; see `packed`
 _EXCHANGES = 300_000  # pairs of sequences compared per degree

@@ -8,9 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.planning.baselines.number_partition import partition
-from fcp_cli.planning.baselines.packing import first_fit_decreasing, members_by_pack
+from fcp_cli.planning.drafts import first_fit_decreasing, members_by_pack, partition
+from fcp_cli.util.arrays import FloatArray, IntArray
 
 _MOST_EXCHANGES = 64  # per part
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
 from fcp_cli.cost.model import sequence_work
 from fcp_cli.errors import UsageError
-from fcp_cli.manifest.table.table import LengthTable
+from fcp_cli.manifest.table import LengthTable
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.rollouts.levelling import fewest_packs, level_packs, level_parts, slowest_first
+from fcp_cli.util.arrays import FloatArray, IntArray
 
 
 def build_dp_schedule(

@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 import torch.nn.attention
 
-from fcp_cli.cost.kernel_names import KernelName
+from fcp_cli.cost.recipe import KernelName
 from fcp_cli.runtime.kernels.base import AttentionKernel
 from fcp_cli.runtime.kernels.cuda import ATEN, CudaFlashKernel, FlashOperators
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
-from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.layout import Segments
 
 
 class NamedKernel(AttentionKernel, Protocol):

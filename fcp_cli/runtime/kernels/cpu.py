@@ -8,9 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fcp_cli.runtime.kernels.base import lse_dtype
-from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_sizes_backward
-from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.kernels.base import lse_dtype, with_equal_sizes, with_equal_sizes_backward
+from fcp_cli.runtime.layout import Segments
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -14,11 +14,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fcp_cli.cost.kernel_names import KernelName
+from fcp_cli.cost.recipe import KernelName
 from fcp_cli.errors import RunError
-from fcp_cli.runtime.kernels.base import to_device
-from fcp_cli.runtime.kernels.equal_sizes import with_equal_sizes, with_equal_sizes_backward
-from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.kernels.base import to_device, with_equal_sizes, with_equal_sizes_backward
+from fcp_cli.runtime.layout import Segments
 
 
 class FlashOperators(NamedTuple):

@@ -19,10 +19,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fcp_cli.cost.kernel_names import KernelName
+from fcp_cli.cost.recipe import KernelName
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.cuda import bounds_of
-from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.layout import Segments
 
 MOST_BATCHES: Final = 8  # calls and graphs per pack
 _MOST_WASTE: Final = 4  # the packed backward allocates memory for each sequence as for the longest one

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.runtime.kernels.base import lse_dtype
-from fcp_cli.runtime.layouts.layout import Segments
+from fcp_cli.runtime.layout import Segments
 
 
 class DenseKernel:

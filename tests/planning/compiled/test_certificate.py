@@ -15,18 +15,21 @@ from hypothesis import strategies as st
 
 from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import parse_cost_profile
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.batching.batches import batch_of
+from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
-from fcp_cli.planning.compiled.alone import work_in_rings
-from fcp_cli.planning.compiled.certificate import other_waves, wave_bound
-from fcp_cli.planning.compiled.crowds import crowd_bound, waves_bound
-from fcp_cli.planning.compiled.dealing import dealt_with_others, least_partition, whole_waves
-from fcp_cli.planning.fcp.limits import make_solver
+from fcp_cli.planning.candidates import make_solver
+from fcp_cli.planning.compiled.certificate import other_waves, wave_bound, work_in_rings
+from fcp_cli.planning.compiled.wave_bounds import (
+    crowd_bound,
+    dealt_with_others,
+    least_partition,
+    waves_bound,
+    whole_waves,
+)
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs, repriced
-from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.work import work_on
+from fcp_cli.planning.problem import Problem, work_on
 from tests.planning.examples import example_problem, first_step, one_batch, table_of
 
 _PROFILE = """\

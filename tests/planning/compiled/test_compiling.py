@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.compiling import compile as compiling
-from fcp_cli.compiling.compile import is_kept, kernel, package_stamp, timed_loading
+from fcp_cli.util import compiling as compiling
+from fcp_cli.util.compiling import is_kept, kernel, package_stamp, timed_loading
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -185,9 +185,9 @@ def test_the_planner_compiles_where_nothing_can_be_written() -> None:
 _HASH_OF_PLANS = """
 import hashlib
 import numpy as np
-from fcp_cli.planning.batching.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.fcp.limits import make_solver
-from fcp_cli.planning.dataset.run import plan_step
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.candidates import make_solver
+from fcp_cli.planning.make_plan import plan_step
 from tests.planning.examples import example_problem, long_tail
 
 SYNCS = ("iteration", "microbatch")

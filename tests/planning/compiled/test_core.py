@@ -13,8 +13,7 @@ from fcp_cli.cost.model import Work, group_seconds, window_work
 from fcp_cli.cost.profile import Heads
 from fcp_cli.planning.compiled import core
 from fcp_cli.planning.kernel_inputs import in_batch_order, planner_inputs
-from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.work import work_on
+from fcp_cli.planning.problem import Problem, work_on
 from tests.planning.examples import example_problem
 
 seconds = st.floats(0.0, 1e3)

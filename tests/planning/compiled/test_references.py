@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
-from fcp_cli.arrays import FloatArray
-from fcp_cli.compiling.compile import kernel, leaf
+from fcp_cli.util.arrays import FloatArray
+from fcp_cli.util.compiling import kernel, leaf
 
 
 class Inner(NamedTuple):

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcp_cli.plan.step import offsets_of, sizes_of
+from fcp_cli.planning import searches
 from fcp_cli.planning.assemble import check_assignment, makespan_seconds
-from fcp_cli.planning.batching.batches import batch_of
-from fcp_cli.planning.fcp import searches
-from fcp_cli.planning.fcp.searches import assign_waves, regrouped
+from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.searches import assign_waves, regrouped
 from tests.planning.examples import example_problem, table_of
 
 

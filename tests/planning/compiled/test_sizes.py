@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.arrays import IntArray
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.compiled.room_tree import make_tree, set_room
+from fcp_cli.planning.compiled.single_rank_packs import make_tree, set_room
+from fcp_cli.util.arrays import IntArray
 from tests.planning.examples import example_problem, first_step, one_batch, table_of
 
 SYNCS = pytest.mark.parametrize("sync", ["iteration", "microbatch"])

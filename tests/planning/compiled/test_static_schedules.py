@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcp_cli.planning.baselines.packing import first_fit_decreasing, spread_evenly
 from fcp_cli.planning.compiled.core import Sequences
 from fcp_cli.planning.compiled.static_schedules import even_count, even_packs, full_packs, level_packs, longest_first
+from fcp_cli.planning.drafts import first_fit_decreasing, spread_evenly
 from fcp_cli.planning.kernel_inputs import planner_inputs
-from tests.planning.fcp.test_solver import a_problem
+from tests.planning.test_solver import a_problem
 
 
 def of_lengths(lengths: list[int]) -> Sequences:

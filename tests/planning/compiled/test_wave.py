@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from fcp_cli.arrays import FloatArray, IntArray
-from fcp_cli.console import Assumptions
 from fcp_cli.cost.model import Work, group_seconds
-from fcp_cli.planning.batching.batches import batch_of
+from fcp_cli.cost.recipe import RecipeRequest
+from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.compiled import waves
 from fcp_cli.planning.compiled.core import Sequences
-from fcp_cli.planning.compiled.waves import microbatch
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings.options import PlanRequest
-from fcp_cli.planning.settings.problem_settings import resolve_problem
-from fcp_cli.recipe import RecipeRequest
+from fcp_cli.planning.settings import resolve_problem
+from fcp_cli.util.arrays import FloatArray, IntArray
+from fcp_cli.util.console import Assumptions
 from tests.planning.examples import compile_planner, long_tail
 
 
@@ -29,7 +29,7 @@ def test_a_group_with_room_is_never_hidden_by_the_recomputation_of_further_token
     problem = resolve_problem(request, Assumptions())[0]
     _order, sequences = by_falling_work(batch_of(long_tail(400), problem).work)
     inputs = planner_inputs(problem)
-    targets, _pairs, (found, groups, _left) = microbatch.plan(np.inf, 24, 16, True, sequences, inputs)
+    targets, _pairs, (found, groups, _left) = waves.plan(np.inf, 24, 16, True, sequences, inputs)
     wave_of, levels = found.wave[found.group_of], problem.profile.recompute_levels
     later, recomputing = 0, 0
     for group in range(groups):

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.runtime.data.loader import Fetch
-from fcp_cli.runtime.loss.token_loss import next_token_labels, token_loss_sum
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
-from fcp_cli.verification.replay import synthetic_tokens
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.loss import next_token_labels, token_loss_sum
+from fcp_cli.verification.emulation import synthetic_tokens
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from tests.runtime.plans import Row, write_plan
 
 NUM_RANKS = 3

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fcp_cli.machine.torchrun import torchrun_argv
+from fcp_cli.util.processes import torchrun_argv
 from tests.manifest.chat_checkpoint import write_checkpoint
 from tests.patience import PATIENCE_SECONDS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.loops.cases import NUM_RANKS, SYNCS, Trained, worst_difference, write_plans
 

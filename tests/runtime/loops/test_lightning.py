@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.plan.metadata.plan_metadata import Sync
+from fcp_cli.plan.metadata import Sync
 from tests.runtime.launch import run_worker
 from tests.runtime.loops.cases import NUM_RANKS, SYNCS, trained_by_torch, worst_difference, write_plans
 

@@ -33,7 +33,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
-from fcp_cli.integrations.megatron.data.bridge import hook_cycling
+from fcp_cli.integrations.megatron.data import hook_cycling
 
 BRIDGE = Path(os.environ["FCP_MEGATRON_BRIDGE_SOURCE"]) / "src" / "megatron" / "bridge"
 GLOBAL_BATCH_SIZE, STEPS = 8, 12

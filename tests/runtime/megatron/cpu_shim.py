@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fcp_cli.runtime.injection.imports import after_import
+from fcp_cli.runtime.inject import after_import
 
 _TO_FLOAT = torch.Tensor.float
 _CPU = torch.device("cpu")

@@ -20,10 +20,10 @@ from megatron.core.extensions import transformer_engine as without_engine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fcp_cli.runtime.communication.transport import ProcessTransport
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import Ring
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.ring_attention import attention
+from fcp_cli.runtime.transport import ProcessTransport
 
 
 class DotProductAttention(nn.Module):

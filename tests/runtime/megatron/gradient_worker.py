@@ -38,10 +38,10 @@ from torch import Tensor
 from fcp_cli.errors import FcpError
 from fcp_cli.integrations.megatron import checks, transformer_engine
 from fcp_cli.integrations.megatron import model as hooks
-from fcp_cli.integrations.megatron.data.microbatch import current_microbatch
+from fcp_cli.integrations.megatron.data import current_microbatch
 from fcp_cli.integrations.megatron.follow import Follower
-from fcp_cli.integrations.megatron.stack import MegatronStack
-from fcp_cli.plan.file.reader import PlanReader
+from fcp_cli.integrations.megatron.model import MegatronStack
+from fcp_cli.plan.file import PlanReader
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.workers.groups import own_groups
 from tests.runtime.workers.leave import leave_job

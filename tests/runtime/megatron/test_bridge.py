@@ -59,8 +59,7 @@ def test_packs_of_its_own_data_set_are_cut_apart_as_its_collation_lays_them(mult
     import torch
     from torch.utils.data import DataLoader
 
-    from fcp_cli.integrations.megatron.data.bridge import Cycle
-    from fcp_cli.integrations.megatron.data.samples import find_samples, load_shard
+    from fcp_cli.integrations.megatron.data import Cycle, find_samples, load_shard
     from tests.runtime.megatron.bridge_train import file_of_bridge
 
     with pytest.MonkeyPatch.context() as patch:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fcp_cli.plan.pricing.pipeline import Pipeline
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.run import make_plan
-from fcp_cli.planning.settings.settings import PlanInputs
-from fcp_cli.recipe import Recipe
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.recomputation.as_needed import LayerLevels
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.plan.setup import Pipeline
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.recompute import LayerLevels
 from tests.planning.examples import example_problem, table_of
 from tests.runtime.launch import torchrun
 from tests.runtime.models import LEVELS

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fcp_cli.integrations.megatron.data.padding import padding_report
-from fcp_cli.integrations.megatron.data.samples import TOKENS, Samples, load_shard
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.plan.pricing.padding import padding_multiple
-from fcp_cli.planning.batching.batches import BatchSettings
-from fcp_cli.planning.dataset.run import make_plan
-from fcp_cli.planning.settings.settings import PlanInputs
+from fcp_cli.integrations.megatron.data import TOKENS, Samples, load_shard, padding_report
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.setup import padding_multiple
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from tests.planning.examples import example_problem, table_of
 
 pytestmark = pytest.mark.torch

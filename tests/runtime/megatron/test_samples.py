@@ -14,17 +14,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.megatron.data.bridge import hook_cycling, hook_splitting
-from fcp_cli.integrations.megatron.data.samples import (
+from fcp_cli.integrations.megatron.data import (
     LocalShard,
     Samples,
     find_samples,
+    hook_cycling,
+    hook_splitting,
     load_shard,
     mask_of,
 )
-from fcp_cli.masks import CAUSAL, Mask, MaskRows, chunk_pairs, full, prefix, segments
-from fcp_cli.runtime.data.cursor import RankStep
-from fcp_cli.runtime.data.steps import LoadedStep
+from fcp_cli.runtime.cursor import RankStep
+from fcp_cli.runtime.loader import LoadedStep
+from fcp_cli.util.masks import CAUSAL, Mask, MaskRows, chunk_pairs, full, prefix, segments
 from tests.masks import Masked, seen
 from tests.runtime.plans import microbatch
 

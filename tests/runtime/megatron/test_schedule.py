@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fcp_cli.simulation.order import device_order
+from fcp_cli.plan.simulation.pipeline import device_order
 from tests.runtime.launch import forked
 
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runs.metrics.metrics_reader import open_run
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runs.metrics_reader import open_run
 from tests.forked_ranks import shared_by_scripts
 from tests.planning.examples import PROFILE
 from tests.runtime.launch import ROOT, torchrun

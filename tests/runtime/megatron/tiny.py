@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import tests.runtime.megatron.cpu_shim  # noqa: F401  before megatron
-from fcp_cli.masks import CAUSAL, Mask, Spans
+from fcp_cli.util.masks import CAUSAL, Mask, Spans
 from tests.masks import Masked, random_mask, seen
 
 import torch  # isort: skip

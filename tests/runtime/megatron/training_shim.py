@@ -21,7 +21,7 @@ import tests.runtime.megatron.cpu_shim  # noqa: F401
 import numpy as np  # isort: skip
 import torch  # isort: skip
 
-from fcp_cli.runtime.injection.imports import after_import  # isort: skip
+from fcp_cli.runtime.inject import after_import  # isort: skip
 
 RECORDS = "FCP_TEST_RECORDS"
 """Names the file that the last rank, which has a pipeline's loss, writes a line to per step; weights go beside it."""

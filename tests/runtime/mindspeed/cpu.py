@@ -15,7 +15,7 @@ import tests.runtime.megatron.cpu_shim as megatron_on_cpu  # isort: skip
 import torch
 from megatron.core.fusions import fused_layer_norm
 
-from fcp_cli.runtime.injection.imports import after_import
+from fcp_cli.runtime.inject import after_import
 from tests.runtime.fake_npu import FakeNpu
 
 # Devices and kernels, and numbers in 8 bits, of which 26.1 imports `megatron.training`: that is not on PyPI.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fcp_cli.integrations.megatron.data.samples import LocalShard, Samples, load_shard
+from fcp_cli.integrations.megatron.data import LocalShard, Samples, load_shard
 from tests.runtime.plans import microbatch
 
 pytestmark = pytest.mark.torch

@@ -33,7 +33,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from fcp_cli.integrations.megatron.checks import megatron_version
-from fcp_cli.integrations.megatron.data.microbatch import current_microbatch
+from fcp_cli.integrations.megatron.data import current_microbatch
 from fcp_cli.integrations.megatron_schedule import hook_schedules
 from fcp_cli.integrations.mindspeed import checks, stack
 from tests.patience import PATIENCE_SECONDS

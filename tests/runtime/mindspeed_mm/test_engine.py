@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.mindspeed_mm.engine import hook_engine, hook_sharding
+from fcp_cli.integrations.mindspeed_mm import hook_engine, hook_sharding
 from tests.runtime.launch import ROOT, torchrun
 from tests.runtime.plans import write_plan
 from tests.runtime.vision_models import VisionCase, alone, rows

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from fcp_cli.errors import FcpError
-from fcp_cli.integrations.mindspeed_mm.engine import hook_engine, hook_sharding
-from fcp_cli.verification.replay import take_gradient
+from fcp_cli.integrations.mindspeed_mm import hook_engine, hook_sharding
+from fcp_cli.verification.emulation import take_gradient
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.vision_families import FAMILIES
 from tests.runtime.vision_inputs import IMAGE, VIDEO

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from fcp_cli.integrations.hugging_face.accelerate.hooks import hook_accelerator
+from fcp_cli.integrations.hugging_face.hooks import hook_accelerator
 from tests.runtime.models import VOCAB_SIZE, hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS
 from tests.runtime.workers.trainer_worker import Cases, Growing, collate, main

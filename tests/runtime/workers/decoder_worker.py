@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from fcp_cli.integrations.transformers import prepare
-from fcp_cli.runtime.session.start import start
-from fcp_cli.verification.replay import Replayed, gradients_on_rank, synthetic_tokens
+from fcp_cli.runtime.session import start
+from fcp_cli.verification.emulation import Replayed, gradients_on_rank, synthetic_tokens
 from tests.runtime.gemma3_models import gemma3, norms_in_fp64, tokens_of
 from tests.runtime.linear_models import InDouble, linear_model, loss_under_a_plan
 from tests.runtime.models import Recomputation, Wrapping, recompute, wrap

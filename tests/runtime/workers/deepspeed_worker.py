@@ -17,9 +17,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from fcp_cli.plan.metadata.plan_metadata import Sync
-from fcp_cli.recipe import Reduce
-from fcp_cli.runtime.session.start import start
+from fcp_cli.cost.recipe import Reduce
+from fcp_cli.plan.metadata import Sync
+from fcp_cli.runtime.session import start
 from tests.runtime.loops.cases import (
     LEARNING_RATE,
     SYNCS,

@@ -19,9 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fcp_cli.integrations.lightning import PlannedSteps
-from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.start import start
-from fcp_cli.runtime.session.step import Step
+from fcp_cli.runtime.session import Session, start
+from fcp_cli.runtime.step import Step
 from tests.runtime.loops.cases import (
     LEARNING_RATE,
     NUM_RANKS,

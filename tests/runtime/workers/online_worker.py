@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from fcp_cli import Planner
-from fcp_cli.arrays import IntArray
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.runtime.session.session import Session
-from fcp_cli.runtime.session.start import start
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
-from fcp_cli.verification.replay import take_gradient
+from fcp_cli.runtime.session import Session, start
+from fcp_cli.runtime.step import LocalMicroBatch
+from fcp_cli.util.arrays import IntArray
+from fcp_cli.verification.emulation import take_gradient
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, ring_attend
 from tests.runtime.workers.leave import join_job, leave_cases, leave_job
 
 CPU = torch.device("cpu")

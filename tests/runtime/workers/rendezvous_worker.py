@@ -23,13 +23,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations import transformers as integration
-from fcp_cli.runtime.communication.world import ProcessWorld, World
-from fcp_cli.runtime.gradients import GradientSync, choice
-from fcp_cli.runtime.session.start import start
-from fcp_cli.training import trainer
+from fcp_cli.runtime import gradients
+from fcp_cli.runtime.gradients import GradientSync
+from fcp_cli.runtime.session import start
+from fcp_cli.runtime.transport import ProcessWorld, World
+from fcp_cli.training import trainer, weights
 from fcp_cli.training.train import main as train
-from fcp_cli.training.weights import models
-from fcp_cli.verification.replay import gradients_on_rank
+from fcp_cli.verification.emulation import gradients_on_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.models import Case
 from tests.runtime.rendezvous import BACKEND, HANG_SECONDS, Rendezvous
@@ -37,7 +37,7 @@ from tests.runtime.vision_models import build, fetch
 from tests.runtime.workers import session_worker, vision_worker
 from tests.runtime.workers.leave import leave_hanging, leave_job
 
-assert integration and trainer and models  # imported once, before each job is forked
+assert integration and trainer and weights  # imported once, before each job is forked
 
 LATE, TRAINED, TRAINED_WAVES = "late.parquet", "trained.parquet", "trained-waves.parquet"
 WRAPPED = ("ddp", "ddp waves", "fsdp recomputed", "fsdp kept", "hsdp")
@@ -61,7 +61,7 @@ class InsideBackward(GradientSync):
 
 
 def inside_backward(folder: Path) -> Any:
-    vars(choice)["DdpSync"] = InsideBackward
+    vars(gradients)["DdpSync"] = InsideBackward
     return session_worker.gradients(folder / LATE, Case(wrapping="ddp"))
 
 

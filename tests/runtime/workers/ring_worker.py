@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fcp_cli.errors import RunError
-from fcp_cli.masks import Mask
-from fcp_cli.runtime.communication.transport import ProcessTransport, Transport
-from fcp_cli.runtime.layouts.layout import shard_layout
-from fcp_cli.runtime.ring_attention.attention import attention
-from fcp_cli.runtime.ring_attention.ring import Ring, current_ring
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import Ring, current_ring
+from fcp_cli.runtime.ring_attention import attention
+from fcp_cli.runtime.transport import ProcessTransport, Transport
+from fcp_cli.util.masks import Mask
 from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.recording import RecordingTransport
 from tests.masks import random_mask

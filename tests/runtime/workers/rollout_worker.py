@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcp_cli import Planner
-from fcp_cli.arrays import IntArray
 from fcp_cli.planning.rollouts import Rollouts
-from fcp_cli.runtime.session.start import start
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, ring_attend
-from fcp_cli.verification.replay import take_gradient
+from fcp_cli.runtime.session import start
+from fcp_cli.util.arrays import IntArray
+from fcp_cli.verification.emulation import take_gradient
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, ring_attend
 from tests.runtime.workers.leave import join_job, leave_cases, leave_job
 
 CPU = torch.device("cpu")

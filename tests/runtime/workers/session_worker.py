@@ -16,11 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from fcp_cli.runtime.loss import chunked_loss
-from fcp_cli.runtime.recomputation import offload
-from fcp_cli.runtime.session.start import start
-from fcp_cli.verification.model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
-from fcp_cli.verification.replay import Replayed, gradients_on_rank
+from fcp_cli.runtime import loss, recompute
+from fcp_cli.runtime.session import start
+from fcp_cli.verification.emulation import Replayed, gradients_on_rank
+from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, plain_attend, ring_attend
 from tests.runtime.models import VOCAB_SIZE, Case, build, wrap
 from tests.runtime.plans import Row, random_steps, write_plan
 from tests.runtime.workers.leave import join_job, leave_cases, leave_job
@@ -187,8 +186,8 @@ def error_cases(folder: Path, rank: int) -> Mapping[str, Callable[[], Any]]:
 
 def main(folder: Path, *, full: bool) -> None:
     rank = join_job()
-    chunked_loss.LOGITS_BYTES = 600  # several blocks of a small vocabulary
-    offload.LEAST_BYTES = 1
+    loss.LOGITS_BYTES = 600  # several blocks of a small vocabulary
+    recompute.LEAST_BYTES = 1
     names = [name for name in GRADIENT_CASES if (name in MORE_CASES) == full]
     leave_cases(folder, {name: partial(gradient_case, folder, name) for name in names})
     if not full:

@@ -25,7 +25,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fcp_cli.errors import FcpError
-from fcp_cli.integrations.hugging_face.trainer_hooks import hook_trainer
+from fcp_cli.integrations.hugging_face.hooks import hook_trainer
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.models import VOCAB_SIZE, hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fcp_cli.runtime.session.start import start
-from fcp_cli.verification.replay import gradients_on_rank
+from fcp_cli.runtime.session import start
+from fcp_cli.verification.emulation import gradients_on_rank
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.vision_models import VisionCase, build, fetch, in_double
 from tests.runtime.workers.leave import leave_job

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.errors import FcpError
-from fcp_cli.plan.file.reader import PlanReader
-from fcp_cli.runtime.session.start import start
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.runtime.session import start
 from fcp_cli.training.evaluation import held_out_session
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.trainer import Trainer

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fcp_cli.models.weights import find_weights
-from fcp_cli.training.weights.weights import export_model, load_weights, match_weights
+from fcp_cli.training.weights import export_model, load_weights, match_weights
 from tests.runtime.workers.leave import leave_job
 
 

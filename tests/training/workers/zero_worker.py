@@ -25,10 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcp_cli.errors import FcpError
-from fcp_cli.runtime.guards.on_nan import OnNan
-from fcp_cli.runtime.session.microbatch import LocalMicroBatch
-from fcp_cli.runtime.session.start import start
-from fcp_cli.runtime.session.step import Step
+from fcp_cli.runtime.choices import OnNan
+from fcp_cli.runtime.session import start
+from fcp_cli.runtime.step import LocalMicroBatch, Step
 from fcp_cli.training.data import open_data
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings

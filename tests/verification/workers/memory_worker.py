@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.live_memory import LiveMemory
-from fcp_cli.runtime.session.start import start
+from fcp_cli.runtime.session import start
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer

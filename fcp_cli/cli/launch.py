@@ -1,0 +1,568 @@
+"""`fcp launch`: run a training job under a plan, here or on several nodes."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from fcp_cli.cli.command import takes
+from fcp_cli.errors import FcpError, Interrupted, PlanError, RunError, UsageError
+from fcp_cli.launching.request import LaunchRequest
+from fcp_cli.util.console import (
+    Assumptions,
+    human,
+    note,
+    print_error,
+    print_json,
+    print_result,
+    print_table,
+    results,
+    verbosity,
+)
+from fcp_cli.util.words import counted, duration
+
+if TYPE_CHECKING:
+    from fcp_cli.launching.checks import LaunchFinding
+    from fcp_cli.launching.job import Job
+    from fcp_cli.launching.memory_check import JobMemory
+    from fcp_cli.runs.owner import Ownership
+    from fcp_cli.runs.run_dir import LaunchRecord
+    from fcp_cli.util.machine import LocalDevices
+
+
+@takes(
+    "fcp launch --model qwen3-tiny --steps 100",
+    "fcp launch --plan plan.parquet -- pretrain.py --lr 3e-4",
+)
+def launch(options: LaunchRequest) -> None:
+    """Train under a plan: the bundled trainer, or your script after --.
+
+    Everything runs here if this machine can hold the plan's ranks; with --nodes, each node runs its part.
+    Ctrl-C stops at the end of the step with a checkpoint; 'fcp launch --resume' continues.
+    """
+    _refuse_unused(options)
+    if options.inject == "env":
+        _launch_own_command(options)
+    elif options.preflight:
+        _run_preflight(options)
+    elif options.explain:
+        _explain(_resolve(replace(options, dry_run=True)), json=options.json)
+    else:
+        _launch(options)
+
+
+def _refuse_unused(options: LaunchRequest) -> None:
+    """Raise UsageError for options that would have no effect."""
+    if not options.program:
+        if options.inject is not None:
+            raise UsageError("--inject is for a script or command of your own, given after --")
+        if options.probe is not None:  # `fcp verify` covers the bundled trainer
+            raise UsageError(
+                "--probe and --no-probe are for a script of your own, given after --; see also 'fcp verify'"
+            )
+    if options.probe and options.inject == "none":
+        raise UsageError("--probe needs hooks, which --inject none disables")
+    if options.inject == "env" and options.online:
+        raise UsageError("--online is for jobs that fcp starts, --inject env for commands that start their own ranks")
+    if options.inject == "env" and (options.explain or options.preflight):
+        flag = "--explain" if options.explain else "--preflight"
+        raise UsageError(f"{flag} is for jobs that fcp starts; --inject env sets variables, which --dry-run shows")
+    given = [*options.training, *(name for name in ("manifest", "synthetic", "resume") if getattr(options, name))]
+    if options.program and given:
+        flag = given[0].replace("_", "-")
+        raise UsageError(f"--{flag} is for the bundled trainer; give {options.program[0]} its own arguments after it")
+
+
+def _launch_own_command(options: LaunchRequest) -> None:
+    from fcp_cli.launching.commands import become
+    from fcp_cli.launching.resolve import resolve_own_command
+
+    for name in ("nodes", "node_rank", "master_addr"):
+        if getattr(options, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for jobs that fcp starts; give it to {options.program[0]} itself"
+            )
+    if options.json and not options.dry_run:
+        raise UsageError("--json with --inject env needs --dry-run: the command itself writes to stdout")
+    environment = resolve_own_command(options)
+    if not options.dry_run:
+        become(options.program, environment)
+        return
+    shell = shlex.join(["env", *(f"{name}={value}" for name, value in environment.items()), *options.program])
+    if options.json:
+        print_json({"argv": options.program, "environment": environment, "shell": shell})
+    else:
+        sys.stdout.write(shell + "\n")
+
+
+def _run_preflight(options: LaunchRequest) -> None:
+    """Run only the checks; exit status 1 if one of them would stop the launch."""
+    from fcp_cli.launching.checks import LaunchFinding
+    from fcp_cli.launching.preflight import check_space
+
+    findings: list[LaunchFinding] = []
+    memory = None
+    try:
+        job = _resolve(options)
+        findings, memory = _findings(job)
+        check_space(job)
+    except UsageError:
+        raise
+    except FcpError as error:  # without a job, no further check can run
+        findings = [LaunchFinding(severity="error", message=str(error)), *findings]
+    errors = sum(finding.severity == "error" for finding in findings)
+    if options.json:
+        shown = [{"severity": finding.severity, "message": finding.message} for finding in findings]
+        print_json({"findings": shown, "memory": memory and memory.document()})
+    else:
+        _show_memory(memory)
+        _show_findings(findings)
+        counts = [(errors, "error"), (len(findings) - errors, "warning")]
+        print_result(f"preflight: {', '.join(counted(*one) for one in counts if one[0]) or 'no problem found'}")
+    if errors:
+        raise typer.Exit(1)
+
+
+def _launch(options: LaunchRequest) -> None:
+    if options.dry_run or options.output is not None:
+        _launch_job(_resolve(options), options)
+        return
+    with owned_job(options, _resolve) as (job, owned):
+        _launch_job(job, options, owned)
+
+
+def _launch_job(job: Job, options: LaunchRequest, owned: Ownership | None = None) -> None:
+    if options.force and options.output is None:
+        raise UsageError("--force replaces files in the folder of -o; give -o too")
+    if options.output is not None and job.cluster is None:
+        raise UsageError("-o writes the files of a cluster job; name one with --target, or see --dry-run")
+    findings, memory = _findings(job)
+    if not options.dry_run and memory is not None and not memory.is_host:
+        _show_memory(memory)
+    _show_findings(findings, starts=not options.dry_run)
+    if any(finding.severity == "error" for finding in findings) and not options.dry_run:
+        raise typer.Exit(1)
+    if job.cluster is not None:
+        launch_on_cluster(job, options, owned)
+    elif owned is None:
+        _print_commands(job, json=options.json)
+    else:
+        run_here(job, owned, json=options.json)
+
+
+def _resolve(options: LaunchRequest) -> Job:
+    """Resolve the options to a job, and print the assumptions."""
+    from fcp_cli.launching.resolve import resolve
+
+    request, device = options, options.device
+    if device != "auto" and not options.program:
+        request = replace(options, training={"device": device, **options.training})
+    assumed = Assumptions()
+    job = resolve(request, lambda: _find_machine(device, dry_run=options.dry_run), assumed)
+    assumed.report()
+    return job
+
+
+def _find_machine(device: str, *, dry_run: bool) -> LocalDevices:
+    from fcp_cli.util.machine import UNKNOWN_MACHINE, find_machine
+
+    try:
+        return find_machine(device)
+    except RunError as error:
+        if not dry_run:
+            raise
+        note(f"{error}; the commands are for the nodes that the plan was made for")
+        return UNKNOWN_MACHINE if device == "auto" else replace(UNKNOWN_MACHINE, device=device)
+
+
+def _findings(job: Job) -> tuple[list[LaunchFinding], JobMemory | None]:
+    """Return the findings of the launch checks, and the memory of a rank."""
+    from fcp_cli.launching.checks import check_launch, collect_job_facts
+    from fcp_cli.launching.memory_check import job_memory
+
+    facts = collect_job_facts(job)
+    return check_launch(job, facts), job_memory(job, facts)
+
+
+def _show_memory(memory: JobMemory | None) -> None:
+    from fcp_cli.launching.memory_check import memory_table
+
+    if memory is not None:
+        print_result(f"memory of {memory.title()}")
+        print_table(results(), memory_table(memory))
+
+
+def _show_findings(findings: list[LaunchFinding], *, starts: bool = True) -> None:
+    """Print the findings; errors are printed as warnings if nothing is launched."""
+    for finding in findings:
+        if finding.severity == "error" and not starts:
+            note(f"warning: a launch from this machine would fail: {finding.message}")
+        elif finding.severity == "error":
+            print_error(finding.message)
+        else:
+            note(f"warning: {finding.message}")
+
+
+def _print_commands(job: Job, *, json: bool) -> None:
+    """Print the commands of --dry-run on stdout, so that they can be piped into a file or a shell."""
+    from fcp_cli.launching.commands import launch_record
+    from fcp_cli.launching.job import ADDRESS_TO_FILL_IN
+
+    if job.num_nodes > 1:
+        processes = counted(job.processes_per_node, "process")
+        note(f"one command per node, {processes} each; all nodes must see {job.run_dir}")
+        if job.master_addr == ADDRESS_TO_FILL_IN:
+            note(f"put the address of node 0 for {ADDRESS_TO_FILL_IN}, or give it with --master-addr")
+    record = launch_record(job)
+    if json:
+        print_json(asdict(record))
+        return
+    for command in record.commands:
+        if job.num_nodes > 1:
+            sys.stdout.write(f"# node {command.node}\n")
+        sys.stdout.write(command.shell + "\n")
+
+
+def _explain(job: Job, *, json: bool) -> None:
+    """Print all variables of the job on stdout (--explain)."""
+    from rich.console import Console
+
+    from fcp_cli.launching.environment import explanation_document, explanation_table
+
+    if json:
+        print_json(explanation_document(job))
+    else:
+        console = Console(highlight=False)
+        console.print(explanation_table(job, console.width))
+
+
+# Cluster jobs of `fcp launch`: prints or writes their files, or submits them to Slurm.
+
+
+def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None) -> None:
+    """Print the files of a job (--dry-run), write them (-o), or write them to the run directory and start the job.
+
+    Only Slurm jobs are started; for the other targets, the start command is printed.
+
+    Args:
+        job: the job with its cluster.
+        options: the options, as typed.
+        owned: the owned run directory, released before the job starts; None if nothing is written there.
+    """
+    from fcp_cli.launching.commands import launch_record
+    from fcp_cli.launching.targets import job_files, start_command, target_of
+    from fcp_cli.runs.run_dir import RunPaths
+
+    assert job.cluster is not None
+    target, output = target_of(job.target), options.output
+    if output is not None:
+        record_path = RunPaths(run_dir=output.absolute()).launch
+        job = replace(job, cluster=replace(job.cluster, record=record_path, output=output.absolute()))
+    files = job_files(target, job, template=options.cluster.template)
+    record, answer = launch_record(job, files), {}
+    note(f"{counted(job.num_nodes, 'node')} with {counted(job.processes_per_node, 'process')} each")
+    if options.dry_run:
+        # A single file has no header, so that it can be piped into a file.
+        headed = [f"# ---- {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
+        sys.stdout.write("" if options.json else "".join(headed))
+    elif output is not None:
+        _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()}, force=options.force)
+        note(f"start the job with: {shlex.join(start_command(target, job, output))}")
+    elif owned is not None:
+        answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned)}
+    if options.json:
+        print_json({**asdict(record), **answer})
+
+
+def _write(folder: Path, files: Mapping[str, str], *, force: bool) -> None:
+    from fcp_cli.launching.targets import write_files
+
+    write_files(folder, files, overwrite=force)
+    note(f"wrote {', '.join(str(folder / name) for name in files)}")
+
+
+def _start(
+    job: Job,
+    command: tuple[str, ...],
+    files: Mapping[str, str],
+    record: LaunchRecord,
+    owned: Ownership,
+) -> str:
+    """Write the files to the run directory and submit to Slurm; return sbatch's output, "" for other targets."""
+    from fcp_cli.launching.preflight import check_run_dir
+    from fcp_cli.launching.targets import require_sbatch, submit
+    from fcp_cli.runs.run_dir import write_launch, write_record
+
+    is_slurm = job.target == "slurm"
+    if is_slurm:
+        require_sbatch()
+    check_run_dir(job)
+    write_record(job.run_dir, job.plan.absolute(), job.metadata)
+    write_launch(job.run_dir, record)
+    job.paths.logs.mkdir(exist_ok=True)
+    _write(job.run_dir, files, force=True)  # may only replace files of this run's earlier start
+    if not is_slurm:
+        note(f"start the job with: {shlex.join(command)}")
+        return ""
+    owned.release()
+    answer = submit(command)
+    note(f"{answer}; its output goes to {job.paths.logs}")
+    return answer
+
+
+# Ownership of the run directory of a launch, acquired before anything in it is read or changed.
+
+
+@contextmanager
+def owned_job(options: LaunchRequest, resolve: Callable[[LaunchRequest], Job]) -> Iterator[tuple[Job, Ownership]]:
+    """Yield the resolved job and the ownership of its run directory."""
+    from fcp_cli.runs.owner import own
+
+    with ExitStack() as stack:
+        owned = _own_named(options)
+        if owned is not None:
+            stack.enter_context(owned)
+        job = resolve(options)
+        while owned is None or owned.run_dir.absolute() != job.run_dir:
+            is_automatic = options.run_dir is None and not options.resume
+            try:
+                owned = stack.enter_context(
+                    own(
+                        job.run_dir,
+                        node=options.node_rank or 0,
+                        job=_job_of(options),
+                        must_be_new=is_automatic,
+                        announce=note,
+                    )
+                )
+            except FileExistsError:  # a concurrent launch took this automatic run number
+                job = resolve(options)
+                continue
+            if not owned.is_new:  # its state may have changed since the job was resolved
+                job = resolve(options)
+        yield job, owned
+
+
+def _own_named(options: LaunchRequest) -> Ownership | None:
+    """Own the run directory named or implied by the options; None if it does not exist yet."""
+    from fcp_cli.runs.owner import own
+    from fcp_cli.runs.run_dir import latest_run_dir
+
+    run_dir = options.run_dir
+    if run_dir is None and options.resume and not options.program:
+        run_dir = latest_run_dir(options.model)
+    if run_dir is None or not run_dir.is_dir():
+        return None
+    return own(run_dir, node=options.node_rank or 0, job=_job_of(options), announce=note)
+
+
+def _job_of(options: LaunchRequest) -> str:
+    """Return a job id that is equal on all nodes of a multi-node launch; "" on a single node."""
+    return f"{options.nodes} nodes at {options.master_addr}:{options.master_port}" if options.master_addr else ""
+
+
+# Runs a job on this machine: shows its progress and reports its end.
+
+_FAR_OFF = 1.5  # factor between predicted and measured step time that is reported
+
+if TYPE_CHECKING:
+    from fcp_cli.launching.failure import Failure
+    from fcp_cli.launching.job import Job
+    from fcp_cli.launching.supervise import JobOutcome, RunProgress
+    from fcp_cli.runs.metrics_reader import RunSummary
+    from fcp_cli.runs.owner import Ownership
+
+
+def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
+    """Run this machine's ranks in an owned run directory, show their output, and report the end."""
+    from fcp_cli.launching.commands import launch_record, resume_command
+    from fcp_cli.launching.preflight import check_run_dir
+    from fcp_cli.launching.supervise import full_disk_line, is_full
+    from fcp_cli.runs.run_dir import write_launch, write_record
+    from fcp_cli.util.files import write_text_atomically
+
+    node_rank = job.node_rank or 0
+    check_run_dir(job)
+    if node_rank == 0:
+        if job.online is not None:
+            write_text_atomically(job.paths.online, job.online.to_json())
+        if job.planning is not None:
+            write_text_atomically(job.paths.planning, dumps(asdict(job.planning)))
+        write_record(job.run_dir, job.plan, job.metadata)
+        write_launch(job.run_dir, launch_record(job))
+    where = "this machine" if job.num_nodes == 1 else f"node {node_rank} of {job.num_nodes}"
+    count, devices = job.processes_per_node, job.metadata.devices_per_rank
+    processes = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"
+    note(f"starting {processes} on {where}; everything goes to {job.run_dir}")
+    if shared := _shared_cores(job):
+        note(shared)
+    if node_rank == 0 and (expected := _predicted_time(job)):
+        note(expected)
+    outcome, progress = _run_watched(job, owned, node_rank, json=json)
+    stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
+    if stopped_by is not None:
+        stopped = Interrupted(_stop_message(job, resume_command(job)))
+        stopped.exit_status = 128 + stopped_by  # like a shell for a program ended by that signal
+        raise stopped
+    if outcome.failure is not None and is_full(job.run_dir):
+        raise RunError(full_disk_line(job.run_dir, resume_command(job) if job.is_bundled else ""))
+    if outcome.failure is not None:
+        _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
+    _report_end(job, progress.summary, json=json)
+
+
+def _shared_cores(job: Job) -> str:
+    """Return a note if more ranks run here than there are cores, else ""."""
+    ranks, cores = job.processes_per_node, job.machine.num_cores
+    if job.stack != "cpu" or ranks <= cores:
+        return ""
+    return f"{ranks} ranks share {counted(cores, 'CPU core')} and take turns: steps take longer than on a core each"
+
+
+def _predicted_time(job: Job) -> str | None:
+    """Return a line with the predicted time per step and in total, or None without a prediction."""
+    from fcp_cli.plan.file import PlanReader
+
+    try:
+        steps, seconds = PlanReader(job.plan).predicted_seconds()
+    except PlanError:  # assumed plan: no file yet
+        return None
+    last = job.settings.steps if job.settings is not None else None
+    if last is not None:
+        seconds = seconds[steps < last]
+    if not len(seconds) or not seconds.sum():
+        return None
+    basis = {"analytic": ", computed, not measured"}.get(job.profile.origin if job.profile is not None else "", "")
+    return (
+        f"planned: a step takes {duration(float(seconds.mean()))}, {counted(len(seconds), 'step')} "
+        f"{duration(float(seconds.sum()))}{basis}"
+    )
+
+
+def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> tuple[JobOutcome, RunProgress]:
+    from fcp_cli.launching.supervise import NodeMeeting, Screen, run_job
+
+    started, bundled = job.started_on(node_rank), job.is_bundled
+    progress = _progress(job, node_rank)
+    meeting = NodeMeeting(job=started, node_rank=node_rank, announce=note)
+
+    def refresh() -> None:
+        progress.poll()
+        meeting.check()
+
+    owned.ended = "failed"  # if an exception ends it
+    try:
+        outcome = run_job(
+            started,
+            node_rank=node_rank,
+            screen=Screen(
+                shows=_shows(job),
+                watch=refresh,
+                announce=note,
+                # msrun merges stdout and stderr; the trainer's human-readable lines belong on stderr.
+                stdout="stderr" if json or (bundled and job.launcher == "msrun") else "stdout",
+            ),
+        )
+    finally:
+        progress.close()
+    interrupted = _stopped_by(outcome, bundled=bundled) is not None
+    owned.ended = "interrupted" if interrupted else "failed" if outcome.status else "finished"
+    return outcome, progress
+
+
+def _progress(job: Job, node_rank: int) -> RunProgress:
+    """Return the progress reporter; it prints steps of the bundled trainer only, since scripts print their own."""
+    from fcp_cli.launching.supervise import RunProgress
+    from fcp_cli.training.progress import TrainingProgress
+
+    if node_rank or verbosity.level < 0 or job.settings is None:
+        return RunProgress(job.paths, None)
+    return RunProgress(job.paths, TrainingProgress(human(), every=job.settings.log_every))
+
+
+def _shows(job: Job) -> bool:
+    """Return whether to show rank 0's output: only on node 0, and -q hides it for the bundled trainer."""
+    return not job.node_rank and (not job.is_bundled or verbosity.level >= 0)
+
+
+def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
+    """Return the signal that ended the job early, here or on another node, or None."""
+    if outcome.agreed_to_stop:
+        return outcome.stopped_by or signal.SIGINT
+    if not bundled:
+        return outcome.stopped_by
+    return outcome.stopped_by if outcome.status else None
+
+
+def _stop_message(job: Job, resume: str) -> str:
+    from fcp_cli.runs.checkpoints import PREFIX, checkpoints
+
+    if job.settings is None:
+        return _script_stop_message(job)
+    saved = checkpoints(job.paths.checkpoints)
+    if not saved:
+        return "interrupted before the first checkpoint; only the metrics were kept"
+    step = int(saved[-1].name.removeprefix(PREFIX))
+    return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
+
+
+def _script_stop_message(job: Job) -> str:
+    from fcp_cli.launching.commands import again_command
+    from fcp_cli.runs.run_dir import from_here, read_stopped
+
+    stopped = read_stopped(job.run_dir)
+    if stopped is None:
+        return f"interrupted; fcp found no checkpoint of the script; start again with: {again_command(job)}"
+    steps, folder = counted(stopped.step, "step"), from_here(Path(stopped.checkpoint))
+    return f"interrupted; {steps} saved in {folder}, continue with: {again_command(job)}"
+
+
+def _report_failure(failure: Failure, *, rank_0_is_shown: bool) -> None:
+    last_words, summary = failure.report(rank_0_is_shown=rank_0_is_shown)
+    for line in last_words:
+        note(line)
+    if not summary:
+        raise typer.Exit(1)
+    raise RunError(summary)
+
+
+def _report_end(job: Job, ran: RunSummary, *, json: bool) -> None:
+    from fcp_cli.runs.metrics_reader import closing_line
+
+    paths = job.paths
+    summary: dict[str, Any] = {"run_dir": str(paths.run_dir), "plan_hash": job.metadata.plan_hash}
+    if ran.first is not None and ran.last is not None:
+        summary |= {"metrics": str(paths.metrics), "first": _ends(ran.first), "last": _ends(ran.last)}
+    if not job.node_rank:
+        if estimate := _wrong_estimate(job, ran.slowdown):
+            note(estimate)
+        note(closing_line(ran, paths))
+    if json:
+        print_json(summary)
+
+
+def _wrong_estimate(job: Job, slowdown: float | None) -> str:
+    """Return a note if measured and predicted step times differ by `_FAR_OFF` under an unmeasured profile; else ""."""
+    profile = job.profile
+    if slowdown is None or 1 / _FAR_OFF < slowdown < _FAR_OFF:
+        return ""
+    if profile is None or profile.origin not in ("analytic", "assumed"):
+        return ""
+    measuring = shlex.join(["fcp", "profile", *(["--model", job.model] if job.model is not None else [])])
+    return (
+        f"steps took {slowdown:.1f} times as long as planned: the times of {profile.model} on {profile.cluster} are "
+        f"estimated, not measured; measure them with '{measuring}', and plan with --profile profile.yaml"
+    )
+
+
+def _ends(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in ("step", "loss", "seconds", "predicted_seconds", "idle_fraction")}

@@ -1,0 +1,341 @@
+"""`fcp plan`: from a manifest of lengths to a plan file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from fcp_cli.cli.command import takes
+from fcp_cli.errors import UsageError
+from fcp_cli.planning.options import PlanRequest
+from fcp_cli.util.console import Assumptions, note, print_json, print_result, progress, results
+from fcp_cli.util.files import refuse_to_overwrite
+from fcp_cli.util.options import MOST_RANKS, MOST_WORKERS, Opt, Typed, options_of
+from fcp_cli.util.words import counted, duration
+
+if TYPE_CHECKING:
+    from fcp_cli.plan.metadata import PlanMetadata, Sync
+    from fcp_cli.plan.step import StepPlan
+    from fcp_cli.planning.make_plan import PlanResult
+    from fcp_cli.planning.settings import PlanInputs
+
+_PLAN: Final = Path("plan.parquet")
+_WORTH_SAYING_SECONDS: Final = 0.1
+_LIMITS: Final = ("max_degree", "max_groups", "max_peers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions(PlanRequest):
+    """The options of `fcp plan`."""
+
+    output: Annotated[
+        Path | None,
+        Opt(
+            "The plan to write; - is stdout.",
+            group="Output",
+            flags=("--output", "-o"),
+            unset=f"{_PLAN}",
+            common=True,
+            trust="writes",
+        ),
+    ] = None
+    steps: Annotated[
+        int | None, Opt("Plan only the first N steps.", min=1, unset="all", common=True, group="Global batches")
+    ] = None
+    mix: Annotated[
+        tuple[str, ...],
+        Opt(
+            "Mix manifests: a source and its weight, in sequences, from a step on; repeatable.",
+            metavar="FILE:WEIGHT@STEP",
+            group="Sequences",
+        ),
+    ] = ()
+    solver: Annotated[str, Opt("Strategy; see 'fcp list solvers'.", common=True, group="Search")] = "fcp"
+    resume: Annotated[bool, Opt("Continue the same plan after an interruption.", group="Interrupted work")] = False
+    continue_from: Annotated[
+        Path | None,
+        Opt(
+            "Plan the remaining batches of a stopped run for other --ranks.",
+            metavar="RUN_DIR",
+            group="Interrupted work",
+        ),
+    ] = None
+    max_degree: Annotated[
+        int | None,
+        Opt("1: no rings, each sequence on one rank.", min=1, max=MOST_RANKS, unset="no limit", group="Rings"),
+    ] = None
+    max_groups: Annotated[
+        int | None, Opt("Maximum number of distinct groups of degree > 1 in the whole plan.", min=1, unset="no limit")
+    ] = None
+    max_peers: Annotated[
+        int | None, Opt("Maximum number of distinct ring neighbours per rank.", min=1, max=MOST_RANKS, unset="no limit")
+    ] = None
+    workers: Annotated[
+        int | None, Opt("Planning processes.", min=1, max=MOST_WORKERS, unset="automatic", group="Search")
+    ] = None
+    json: Annotated[bool, Opt("Print the summary as one JSON document.", common=True, group="Output")] = False
+    typed: Annotated[frozenset[str], Typed()] = frozenset()
+
+
+@takes(
+    "fcp plan lengths.parquet --ranks 64 --ranks-per-node 8",
+    "fcp plan lengths.parquet --model qwen3-8b --cluster h100-8x8 --recompute full",
+)
+def plan(options: PlanOptions) -> None:
+    """Plan which ranks run which sequences together in every batch.
+
+    Settings without an option come from fcp.yaml, this folder or this machine; the output names each source.
+    """
+    from fcp_cli.planning.batches import mixed_files
+    from fcp_cli.planning.settings import resolve, with_counted_model
+    from fcp_cli.planning.solvers import require_planning_solver
+
+    # Validate the name before reading files and searching a recipe, which are slow.
+    require_planning_solver(options.solver, **_limits(options))
+    if options.continue_from is not None:
+        _continue(options, options.continue_from)
+        return
+    output, assumptions = options.output or _PLAN, Assumptions()
+    if options.manifest is None and options.resume and not options.mix:
+        _finish(output, options)
+        return
+    if options.manifest is not None and str(output) == "-":
+        if options.json:
+            raise UsageError("--json and -o - both want stdout; write the plan to a file")
+        if options.resume:
+            raise UsageError("--resume cannot continue a plan on stdout; write the plan to a file")
+    options = with_counted_model(_with_its_attention(options, assumptions), assumptions)
+    inputs = resolve(
+        options, assumptions, most_peers=options.max_peers, max_degree=options.max_degree
+    )  # before refuse_to_overwrite: a plan given as the manifest must fail as a wrong kind of file
+    refuse_to_overwrite(output, options.manifest, options.profile, *mixed_files(options.mix))
+    assumptions.report()
+    if str(output) == "-":
+        _plan_to_stdout(inputs, options)
+    else:
+        _plan_to_file(inputs, options, output, assumptions)
+
+
+def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanOptions:
+    """Return the options with the `--attention` that the strategy requires, unless one was given."""
+    from fcp_cli.planning.solvers import strategy
+
+    attention = strategy(options.solver).attention
+    if attention is None or "attention" in options.typed:
+        return options
+    assumptions.assume("--attention", attention, f"--solver {options.solver} requires this")
+    return replace(options, attention=attention)
+
+
+def _finish(output: Path, options: PlanOptions) -> None:
+    """Write the plan file of a killed online run from its journal."""
+    from fcp_cli.plan.metadata import manifest_of
+    from fcp_cli.planning.online_journal import OnlineJournal
+
+    journal = OnlineJournal(output)
+    if not journal.exists:
+        raise UsageError(
+            f"{output} has no journal of a run that planned while training; name the MANIFEST to resume planning"
+        )
+    metadata = journal.finish()
+    if options.json:
+        print_json({"plan": str(output), "plan_hash": metadata.plan_hash, "steps": metadata.steps})
+    note(f"wrote {output} of {counted(metadata.steps, 'step')}, and {manifest_of(output)}; next: fcp check {output}")
+
+
+# Options that may change within a run; batches and training settings may not.
+_MAY_CHANGE: Final = {
+    *("manifest", "mix", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom", "device_hour_price"),
+    *("rank_speeds", "zero", "shard_ranks", "reduce", "recompute", "loss", "offload"),
+}
+
+
+def _continue(options: PlanOptions, run_dir: Path) -> None:
+    """Plan the remaining steps of a run (--continue-from)."""
+    from fcp_cli.planning.batches import mixed_files
+    from fcp_cli.planning.settings import resolve_continuation
+    from fcp_cli.runs.trained_run import plan_at_step, read_trained_run
+
+    for name in ("steps", *(option.name for option in options_of(PlanRequest))):
+        if name in options.typed and name not in _MAY_CHANGE:
+            raise UsageError(f"--{name.replace('_', '-')} cannot change within a run; drop it")
+    if options.ranks is None and not options.mix:
+        raise UsageError("--continue-from needs --ranks (how many continue the run) or --mix (the new weights)")
+    if options.mix and options.manifest is not None:
+        raise UsageError(f"--mix names its manifests; drop {options.manifest}")
+    mixed = mixed_files(options.mix)
+    manifest = mixed[0] if mixed else options.manifest
+    run = plan_at_step(run_dir, manifest, options.length_column) or read_trained_run(run_dir, manifest=manifest)
+    output = options.output or Path(f"plan-from-step-{run.first_step}.parquet")
+    if str(output) == "-":
+        raise UsageError("--continue-from cannot write to stdout; name a file with -o")
+    refuse_to_overwrite(output, run.plan, run.manifest, options.profile, *mixed)
+    assumptions = Assumptions()
+    inputs = resolve_continuation(
+        options,
+        assumptions,
+        plan=run.plan,
+        first_step=run.first_step,
+        manifest=run.manifest,
+        length_column=run.length_column,
+    )
+    assumptions.report()
+    launch = f"fcp launch --run-dir {shlex.quote(str(run_dir))} --resume --plan {shlex.quote(str(output))}"
+    if not run.model:
+        launch = f"resume your loop under it at its first step, {run.first_step}"
+    _plan_to_file(inputs, options, output, assumptions, next_command=launch)
+
+
+def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
+    """Print a note if the planner must first be compiled on this machine."""
+    if "fcp" not in solvers:
+        return
+    from fcp_cli.planning.candidates import is_compiled
+
+    if not all(map(is_compiled, syncs)):
+        note("compiling the planner: about a minute, once on this machine")
+
+
+def _plan_to_file(
+    inputs: PlanInputs, options: PlanOptions, output: Path, assumptions: Assumptions, *, next_command: str | None = None
+) -> None:
+    from fcp_cli.launching.job import planned_nodes
+    from fcp_cli.planning.verdict import plan_verdict
+    from fcp_cli.report.verdict import verdict_lines
+
+    result, sample = _make_with_progress(inputs, options, output)
+    extra = _gain_and_time(result, sample, inputs) | _price_of_limit(result, inputs)
+    verdict = plan_verdict(result, sample, inputs, options, (extra["speedup_over_static"], extra["static_degree"]))
+    if options.json:
+        told = {"assumed": assumptions.assumed, "warnings": assumptions.warnings}
+        written = {"output": str(output), **result.to_json(), **extra}
+        print_json({**written, "verdict": verdict.to_json(), **told})
+    else:
+        _show(result, extra)
+        for line in verdict_lines(verdict):
+            print_result(line)
+    arguments = [f"{flag} {size}" for flag, size in _arguments_of_megatron(result.metadata)]
+    # The bundled trainer uses one device per rank.
+    trains = " ".join(("--plan", str(output), "-- SCRIPT", *arguments, "ARGS"))
+    # Suggest the bundled trainer only if the model was not merely assumed.
+    is_named = options.model is not None or "--model" not in assumptions.assumed
+    if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
+        trains = f"--model {_model_to_train(options.model, inputs.problem.profile.model)} --plan {output}"
+    following = next_command or f"fcp launch {trains}"
+    if (nodes := planned_nodes(result.metadata)) > 1:
+        following += (
+            f", on each of {nodes} nodes: --target slurm submits it, --nodes {nodes} --dry-run prints the commands"
+        )
+    note(f"wrote {output}; next: {following}")
+
+
+def _arguments_of_megatron(metadata: PlanMetadata) -> Iterable[tuple[str, int]]:
+    """Yield (flag, size) of the Megatron arguments that must match the plan's parallel sizes and global batch."""
+    from fcp_cli.launching.software import PARALLEL_ARGUMENTS
+
+    if metadata.devices_per_rank > 1:
+        for flag, key in PARALLEL_ARGUMENTS.items():
+            if key != "virtual_stages" or metadata.virtual_stages > 1:
+                yield flag, getattr(metadata, key)
+        if metadata.has_equal_batches:
+            yield "--global-batch-size", metadata.global_batch_size
+
+
+def _model_to_train(given: str | None, planned: str) -> str:
+    """Return the model for the next command: a given path, which its name alone would not locate, else the name."""
+    return planned if given is None or not Path(given).exists() else shlex.quote(given)
+
+
+def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:
+    import shutil
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.parquet"
+        _make_with_progress(inputs, options, path)
+        with path.open("rb") as file:
+            shutil.copyfileobj(file, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) -> tuple[PlanResult, list[StepPlan]]:
+    """Make the plan; return it and a sample of its steps for the static baseline."""
+    from fcp_cli.planning.make_plan import make_plan
+    from fcp_cli.planning.verdict import baseline_steps
+
+    batches = inputs.batches()
+    total = len(batches)
+    note_compilation([options.solver], [inputs.problem.sync])
+    sampled, sample = set(baseline_steps(total, first_step=batches.first_step)), []
+    with progress() as bar:
+        task = bar.add_task(f"planning with {options.solver}", total=total)
+
+        def on_step(step: StepPlan) -> None:
+            bar.advance(task)
+            if step.step in sampled:
+                sample.append(step)
+
+        result = make_plan(
+            output,
+            inputs,
+            solver_name=options.solver,
+            **_limits(options),
+            workers=options.workers,
+            resume=options.resume,
+            on_step=on_step,
+        )
+    return result, sample
+
+
+def _limits(options: PlanOptions) -> dict[str, int | None]:
+    return {name: getattr(options, name) for name in _LIMITS}
+
+
+def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
+    """Return a ring limit (`_LIMITS`) and its share of the step time; {} without a limit."""
+    from fcp_cli.planning.candidates import FcpSolver, limit_price
+
+    name = next((name for name in _LIMITS if name in result.solver.options), None)
+    if name is None or not isinstance(result.solver, FcpSolver):
+        return {}
+    return {name: result.solver.options[name], f"{name}_price": limit_price(result.solver, inputs.batches())}
+
+
+def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
+    """Return the speed-up over the static baseline and the planning time, which the plan file does not store."""
+    from fcp_cli.planning.verdict import static_speedup
+
+    found = static_speedup(
+        sample, inputs.problem, longest_tokens=max(int(step.lengths.max()) for step in sample), manifest=inputs.table
+    )
+    assert found is not None, "the plan's own manifest gives its own times"
+    speedup, static = found
+    return {
+        "speedup_over_static": speedup,
+        "static_degree": static.degree,
+        "static_sample_steps": len(sample),
+        "planning_seconds": result.planning_seconds,
+        "loading_seconds": result.loading_seconds,
+        "planning_milliseconds_per_step": 1e3 * result.planning_seconds / result.summary.steps,
+    }
+
+
+def _show(result: PlanResult, extra: dict[str, Any]) -> None:
+    from fcp_cli.report.plan_tables import print_plan, speedup_text
+
+    steps = result.summary.steps
+    static = speedup_text(extra["speedup_over_static"], extra["static_degree"], extra["static_sample_steps"], steps)
+    per_step = duration(extra["planning_milliseconds_per_step"] / 1e3)
+    planning = f"{per_step} per step, {duration(extra['planning_seconds'])} in all"
+    if extra["loading_seconds"] > _WORTH_SAYING_SECONDS:
+        planning += f", and {duration(extra['loading_seconds'])} to load or compile the planner"
+    lines = {"speed-up": static, "planning": planning}
+    limits = {"degree": "no rings, which costs", "group": "{} groups cost", "peer": "{} peers cost"}
+    for name in (name for name in _LIMITS if name in extra):
+        kind = name.removeprefix("max_").removesuffix("s")
+        lines[f"{kind} limit"] = f"{limits[kind].format(extra[name])} {extra[f'{name}_price']:.2%} of the step time"
+    print_plan(results(), result.metadata, result.summary, extra=lines)

@@ -1,0 +1,106 @@
+"""`fcp selftest`: prove on this node that kernels, rings, order and predictions are right; one block for an issue."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from fcp_cli.cli.command import takes
+from fcp_cli.util.console import Assumptions, note, print_json, results
+from fcp_cli.verification.options import SelftestRequest
+
+if TYPE_CHECKING:
+    from fcp_cli.profiling.samples import Measurement
+    from fcp_cli.verification.selftest import SelftestReport, Settings
+
+
+@takes("fcp selftest", "fcp selftest --quick --ranks 2 --json")
+def selftest(options: SelftestRequest) -> None:
+    """Test this node in a job's environment; print a block for an issue.
+
+    Checks versions and topology, the attention kernel against fp64, rings of every degree against one device, orders
+    that could hang, messages, overlap, and held-out packs against their prediction. Five minutes on 8 GPUs, two on a
+    CPU. Exit status 1 if a check failed or hung; a hang is named and ended.
+    """
+    from tempfile import TemporaryDirectory
+
+    from fcp_cli.verification.selftest import run_selftest
+
+    if options.nodes > 1:
+        _print_commands(options)
+        return
+    with TemporaryDirectory(prefix="fcp-selftest-") as folder:
+        measurement = _prepare(options, Path(folder))
+        report = run_selftest(
+            _settings(options, measurement, Path(folder)),
+            ranks=measurement.ranks,
+            environment=_environment(measurement),
+            limit_seconds=options.limit,
+            on_progress=note,
+        )
+    _finish(report, options)
+
+
+def _prepare(options: SelftestRequest, folder: Path) -> Measurement:
+    """Choose the packs to time, and write the measurement request and the header of the samples file."""
+    from fcp_cli.profiling.choices import choose_measurement
+    from fcp_cli.profiling.samples import prepare_samples
+    from fcp_cli.verification.options import profile_request
+
+    measurement = choose_measurement(profile_request(options, folder / "packs.samples.jsonl"), Assumptions())
+    folder.mkdir(parents=True, exist_ok=True)  # only after validation, so that an invalid request leaves no folder
+    prepare_samples(measurement, fresh=True)
+    measurement.write(folder / "measurement.json")
+    return measurement
+
+
+def _settings(options: SelftestRequest, measurement: Measurement, folder: Path) -> Settings:
+    from fcp_cli.verification.selftest import Settings
+
+    return Settings(folder=folder, device=measurement.device, quick=options.quick, writes_report=options.nodes > 1)
+
+
+def _environment(measurement: Measurement) -> dict[str, str]:
+    from fcp_cli.cli.profile import job_environment
+
+    # One thread per rank, as in CPU profiles.
+    threads = {"OMP_NUM_THREADS": "1"} if measurement.device == "cpu" else {}
+    return {**job_environment(measurement), **threads}
+
+
+def _print_commands(options: SelftestRequest) -> None:
+    """Print the command to run on each node; rank 0 then prints the block for an issue."""
+    from fcp_cli.util.processes import torchrun_argv
+    from fcp_cli.verification.selftest import WORKER
+
+    folder = options.output.with_suffix("").absolute()
+    measurement = _prepare(options, folder)
+    settings = _settings(options, measurement, folder).write()
+    meeting = [f"--nnodes={options.nodes}", "--master-addr=MASTER_ADDR", "--master-port=29500"]
+    argv = torchrun_argv(options.devices_per_node, python="python", options=meeting)
+    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in _environment(measurement).items())
+    note(f"wrote {folder}; run this on each of {options.nodes} nodes, NODE_RANK 0 being MASTER_ADDR, with that folder")
+    note(f"on shared storage; rank 0 then writes {folder}/report.json and prints the block")
+    program = shlex.join([*WORKER, str(settings)])
+    sys.stdout.write(f'{variables}{shlex.join(argv)} --node-rank="$NODE_RANK" {program}\n')
+
+
+def _finish(report: SelftestReport, options: SelftestRequest) -> None:
+    """Write the JSON report, print the block or (--json) the report, and exit with 1 if a check failed."""
+    import json
+
+    from fcp_cli.util.files import write_text_atomically
+
+    document = report.document()
+    write_text_atomically(options.output, json.dumps(document, indent=2) + "\n")
+    if options.json:
+        print_json(document)
+    else:
+        results().print(report.block(), markup=False, soft_wrap=True)
+    note(f"wrote {options.output}; paste the block above into an issue, and attach the file")
+    if report.failed:
+        raise typer.Exit(1)

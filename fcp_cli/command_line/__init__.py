@@ -1,1 +1,0 @@
-"""The command line: options as dataclasses, `fcp.yaml`, known and retired names."""

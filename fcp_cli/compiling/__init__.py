@@ -1,1 +1,0 @@
-"""Compilation of inner loops of the planner and the pipeline simulation."""

@@ -1,1 +1,0 @@
-"""Training loops prepared with accelerate, under a plan."""

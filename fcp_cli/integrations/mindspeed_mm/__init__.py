@@ -1,1 +1,0 @@
-"""MindSpeed-MM's FSDP2 engine under a plan."""

@@ -1,0 +1,317 @@
+"""Builds a node's argv and environment for torchrun and msrun. Pure functions of a job.
+
+msrun (from MindSpore) can start any process; torch programs run through the runtime's entry point, which reads msrun's
+variables. All msrun options are explicit, since the defaults do not fit: eight workers, no waiting for them, and ranks
+unknown before the rendezvous.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from fcp_cli import runtime
+from fcp_cli.errors import RunError, UsageError
+from fcp_cli.launching.job import (
+    METRICS_VARIABLE,
+    PLAN_VARIABLE,
+    PROBE_VARIABLE,
+    RUN_DIR_VARIABLE,
+    Job,
+    Variable,
+    join,
+    variable,
+)
+from fcp_cli.launching.request import LOCAL, LaunchRequest
+from fcp_cli.runs.run_dir import JobFile, LaunchRecord, NodeCommand, RunPaths, from_here, has_followed
+from fcp_cli.training.settings import TrainSettings
+from fcp_cli.util.console import Assumptions
+from fcp_cli.util.processes import torchrun_argv
+
+# Start-up timeout of nodes unless --join-timeout is given; msrun's default.
+CLUSTER_TIME_OUT_SECONDS = 600
+# Names that msrun treats as interpreters; anything else is a script, run with `python`.
+_INTERPRETERS = ("python", "python3")
+
+
+def node_argv(job: Job, *, node_rank: int | str = 0) -> list[str]:
+    """Return a node's argv; the node rank and any word of the job may contain a `shell.variable`."""
+    return _msrun_argv(job, node_rank) if job.launcher == "msrun" else _torchrun_argv(job, node_rank)
+
+
+def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
+    """Return the torchrun command; a single node uses a free port, several meet at master_addr:master_port."""
+    options = ["--standalone"]
+    if job.num_nodes > 1:
+        options = [
+            f"--nnodes={job.num_nodes}",
+            f"--node-rank={node_rank}",
+            f"--master-addr={job.master_addr}",
+            f"--master-port={job.master_port}",
+        ]
+        if job.join_timeout_seconds is not None:
+            # A name of this job: a node that finds the store of another job waits there, and joins none of its ranks.
+            rdzv_id = f"{job.run_dir.name}-{job.metadata.plan_hash[:12]}"
+            options += [f"--rdzv-conf=timeout={job.join_timeout_seconds}", f"--rdzv-id={rdzv_id}"]
+    if job.numa_binding is not None:
+        options += [f"--numa-binding={job.numa_binding}"]
+    if job.log_dir is not None:
+        options += [f"--log-dir={job.log_dir}", "--redirects=3"]
+    launcher = torchrun_argv(job.processes_per_node, python=job.python, options=options)
+    return [*launcher, *job.program, *job.arguments]
+
+
+def _msrun_argv(job: Job, node_rank: int | str) -> list[str]:
+    """Return the msrun argv; msrun and the interpreter must be on PATH, see `path_of_python`."""
+    program = [*job.program, *job.arguments]
+    if job.is_bundled:  # a user's program already has the entry point, or needs none (MindSpore)
+        entry, arguments = through_entry(program)
+        program = [*entry, *arguments]
+    join_timeout = CLUSTER_TIME_OUT_SECONDS if job.join_timeout_seconds is None else job.join_timeout_seconds
+    return [
+        "msrun",
+        f"--worker_num={job.num_nodes * job.processes_per_node}",
+        f"--local_worker_num={job.processes_per_node}",
+        f"--node_rank={node_rank}",
+        f"--master_addr={'127.0.0.1' if job.num_nodes == 1 else job.master_addr}",
+        f"--master_port={job.master_port}",
+        f"--log_dir={job.log_dir or job.paths.logs / f'msrun-node{node_rank}'}",
+        "--join=True",
+        f"--cluster_time_out={join_timeout}",
+        "--tail_worker_log=0",
+        interpreter_name(job.python),
+        *program,
+    ]
+
+
+def interpreter_name(python: str) -> str:
+    """Return the interpreter name for msrun to find on PATH."""
+    name = Path(python).name
+    return name if name in _INTERPRETERS else _INTERPRETERS[-1]
+
+
+def path_of_python(python: str, inherited: str) -> str:
+    """Return PATH with the interpreter's folder first, since msrun runs the first `python` on PATH.
+
+    Args:
+        python: absolute path of the interpreter.
+        inherited: PATH where the command runs.
+    """
+    folder = str(Path(python).parent)
+    return folder if not inherited else f"{folder}{os.pathsep}{inherited}"
+
+
+def node_environment(job: Job, *, inherited_path: str | None = None) -> dict[str, str]:
+    """Return the environment variables of a node's command.
+
+    Args:
+        job: the job to launch.
+        inherited_path: PATH where the command runs, extended for msrun; None if `launching.node` extends it.
+    """
+    environment = job.job_environment()
+    if job.launcher == "msrun":
+        environment["LOCAL_WORLD_SIZE"] = str(job.processes_per_node)  # torchrun sets it for its ranks, msrun does not
+        if inherited_path is not None:
+            environment["PATH"] = path_of_python(job.python, inherited_path)
+    return environment
+
+
+def shell_command(job: Job, *, node_rank: int = 0) -> str:
+    """Return a node's command with its environment, quoted for pasting into a POSIX shell."""
+    environment = node_environment(job, inherited_path=variable("PATH"))
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    return join(["env", *settings, *node_argv(job, node_rank=node_rank)])
+
+
+# Injects fcp's hooks into a user's script: through the runtime's entry point, or through the environment.
+
+ENTRY = ("-m", "fcp_cli.runtime")
+"""Entry point that prepares the rank and runs the program after `--`."""
+
+# Folder with a sitecustomize.py, which Python runs at start-up if the folder is on PYTHONPATH.
+_SITE = Path(runtime.__file__).parent / "site"
+
+
+def through_entry(program: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (program, arguments) for the launcher to run `program` with hooks."""
+    return ENTRY, ("--", *program)
+
+
+def without_entry(words: Sequence[str]) -> list[str]:
+    """Undo `through_entry`: return the user's program and arguments as one list."""
+    start = len(ENTRY) + 1
+    return list(words[start:] if tuple(words[:start]) == (*ENTRY, "--") else words)
+
+
+def is_mindspore_script(script: Path) -> bool:
+    """Return whether a script imports MindSpore but not torch; False if it cannot be parsed."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    imported = {name.partition(".")[0] for node in ast.walk(tree) for name in _imported_by(node)}
+    return "mindspore" in imported and "torch" not in imported
+
+
+def _imported_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+
+
+def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
+    """Return the variable that enables the probe, a numeric comparison before the first step.
+
+    Args:
+        wanted: True for --probe, False for --no-probe, None: in a plan's first run.
+        run_dir: run directory, whose record tells whether it has followed this plan before.
+        plan_hash: hash of the plan.
+        given: the user's environment.
+    """
+    value, source, is_given = given.get(PROBE_VARIABLE), "your environment", True
+    if wanted is not None:
+        value, source, is_given = str(int(wanted)), "--probe" if wanted else "--no-probe", False
+    elif value is None:
+        is_first = not has_followed(run_dir, plan_hash)
+        source = (
+            "the first run of this plan in the run directory"
+            if is_first
+            else "the run directory has run this plan before"
+        )
+        value, is_given = str(int(is_first)), False
+    reason = "a tiny step on the plan's groups against one alone; wrong numbers stop the job"
+    return Variable(name=PROBE_VARIABLE, value=value, reason=reason, source=source, is_given=is_given)
+
+
+def hooked_environment(*, plan: Path, run_dir: Path, probe: Variable) -> dict[str, str]:
+    """Return the environment that injects hooks into a command that starts its own ranks (--inject env)."""
+    paths = [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        PLAN_VARIABLE: str(plan.absolute()),
+        METRICS_VARIABLE: str(RunPaths(run_dir=run_dir.absolute()).metrics),
+        RUN_DIR_VARIABLE: str(run_dir.absolute()),
+        probe.name: probe.value,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def become(argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
+    """Replace this process with the command (exec), so that output, signals and exit status are its own."""
+    try:
+        os.execvpe(argv[0], argv, {**os.environ, **environment})
+    except OSError as error:
+        raise RunError(
+            f"cannot start {argv[0]}: {error.strerror}; --inject env runs a command that starts the ranks "
+            "itself, like 'bash train.sh' or 'torchrun ...'; remove it for a Python script"
+        ) from error
+
+
+# The user's program after `--`, and the program that the launcher runs for it.
+
+
+def started_program(request: LaunchRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (program, arguments) for the launcher: the user's program, through the hooks' entry point if injected."""
+    program = _program(request)
+    arguments = request.program[len(program) :]
+    return (program, arguments) if request.inject == "none" else through_entry((*program, *arguments))
+
+
+def program_name(request: LaunchRequest) -> str:
+    """Return the program's name, after which its run directory is named."""
+    return Path(_program(request)[-1]).stem
+
+
+def is_mindspore(request: LaunchRequest) -> bool:
+    """Return whether the program is a MindSpore script, whose ranks do not need torch."""
+    return bool(request.program) and is_mindspore_script(Path(request.program[0]))
+
+
+def for_mindspore(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
+    """Disable injection, since msrun's scheduler process also runs the script; raise UsageError under torchrun."""
+    script = request.program[0]
+    if request.launcher != "msrun":
+        raise UsageError(f"{script} imports mindspore, whose ranks meet only under msrun; add --launcher msrun")
+    if request.inject != "none":
+        assumed.assume("--inject", "none", f"{script} imports mindspore, and msrun's scheduler has to run it, too")
+    return replace(request, inject="none")
+
+
+def _program(request: LaunchRequest) -> tuple[str, ...]:
+    first, *rest = request.program
+    if first == "-m":
+        if not rest:
+            raise UsageError("-m after -- needs the name of a module")
+        return ("-m", rest[0])
+    if first.startswith("-"):
+        raise UsageError(f"after -- comes a script or '-m MODULE', not {first}; the trainer's options go before --")
+    return (first,)
+
+
+# Launch record of a job: printed by `--json`, and stored in the run directory.
+
+# Settings recorded elsewhere, or specific to one start.
+_NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "accept_unrecorded", "quiet")
+
+
+def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> LaunchRecord:
+    """Return the launch record of a job.
+
+    Args:
+        job: the job to launch.
+        files: texts of the files of a cluster job, by name; a local job records node commands instead.
+    """
+    settings = job.settings
+    started = [job.started_on(node) for node in range(job.num_nodes)] if job.target == LOCAL else []
+    training = None
+    if settings is not None:  # a resumed run inherits all non-default settings
+        kept = [f for f in fields(settings) if f.name not in _NOT_REMEMBERED]
+        values = {f.name: getattr(settings, f.name) for f in kept if getattr(settings, f.name) != f.default}
+        training = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return LaunchRecord(
+        plan=str(job.plan.absolute()),
+        plan_hash=job.metadata.plan_hash,
+        num_ranks=job.metadata.num_ranks,
+        run_dir=str(job.run_dir),
+        model=job.model,
+        manifest=_manifest_of(settings),
+        training=training,
+        program=list(job.program) if settings is not None else without_entry([*job.program, *job.arguments]),
+        target=job.target,
+        launcher=job.launcher,
+        num_nodes=job.num_nodes,
+        processes_per_node=job.processes_per_node,
+        environment=job.job_environment(),
+        commands=[
+            NodeCommand(node=node, argv=node_argv(each, node_rank=node), shell=shell_command(each, node_rank=node))
+            for node, each in enumerate(started)
+        ],
+        files=[JobFile(name=name, text=text) for name, text in files.items()],
+    )
+
+
+def _manifest_of(settings: TrainSettings | None) -> str | tuple[str, ...] | None:
+    names = () if settings is None else tuple(map(str, settings.manifest))
+    return names if len(names) > 1 else next(iter(names), None)
+
+
+def again_command(job: Job) -> str:
+    """Return the command that restarts a script in its run directory, with the stored copy of its plan."""
+    run_dir = from_here(job.run_dir)
+    ranks = ["--ranks", str(job.metadata.num_ranks)]  # if the job stopped before its plan was made
+    plan = ["--plan", str(from_here(job.paths.plan))] if job.paths.plan.is_file() else ranks
+    words = ["--online"] if job.online is not None else plan
+    if job.planning is not None and plan == ranks:  # plan the rest with the same options
+        asked = {"--model": job.planning.model, "--profile": job.planning.profile}
+        words += [word for flag, value in asked.items() if value is not None for word in (flag, value)]
+    program = without_entry([*job.program, *job.arguments])
+    return shlex.join(["fcp", "launch", *words, "--run-dir", str(run_dir), "--", *program])
+
+
+def resume_command(job: Job) -> str:
+    """Return the command that resumes a run, with a relative path if possible."""
+    return shlex.join(["fcp", "launch", "--run-dir", str(from_here(job.run_dir)), "--resume"])

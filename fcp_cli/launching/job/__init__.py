@@ -1,1 +1,0 @@
-"""A job as one value, and its environment, commands and launch record."""

@@ -1,1 +1,0 @@
-"""Launch targets (schedulers and platforms): renders a job to files with templates, which sites may replace."""

@@ -1,1 +1,0 @@
-"""Sources with images and videos."""

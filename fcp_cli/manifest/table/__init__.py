@@ -1,1 +1,0 @@
-"""Columns, header and checks of a manifest's table."""

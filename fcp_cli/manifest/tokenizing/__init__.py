@@ -1,1 +1,0 @@
-"""Tokenizers, chat templates, and their locations."""

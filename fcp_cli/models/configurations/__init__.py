@@ -1,1 +1,0 @@
-"""Configurations of Hugging Face: read into descriptions."""

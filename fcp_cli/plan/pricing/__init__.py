@@ -1,1 +1,0 @@
-"""Predicted seconds of the micro-batches, waves and steps of a plan."""

@@ -1,1 +1,0 @@
-"""Global batches of a dataset: batching, mixing and shuffling."""

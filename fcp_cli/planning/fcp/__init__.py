@@ -1,1 +1,0 @@
-"""The solver `fcp`: whole steps by predicted cost, under either sync."""

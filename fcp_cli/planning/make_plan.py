@@ -1,0 +1,403 @@
+"""Planning run: global batches -> solver -> planned steps -> plan file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from fcp_cli import __version__
+from fcp_cli.errors import FcpError, Interrupted
+from fcp_cli.manifest.table import LengthTable
+from fcp_cli.plan.check import check_step
+from fcp_cli.plan.file import plan_writer, steps_in_order, steps_to_arrow
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, ScheduledRefit, planned_masks
+from fcp_cli.plan.step import StepPlan
+from fcp_cli.plan.summary import PlanSummary
+from fcp_cli.planning.assemble import assemble
+from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.problem import Batch, Problem, Solver
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.solvers import make_planning_solver
+from fcp_cli.util.compiling import timed_loading
+from fcp_cli.util.files import replaced_atomically, write_text_atomically
+from fcp_cli.util.inputs import DamagedError, read_object, read_text
+from fcp_cli.util.machine import usable_cores
+from fcp_cli.util.pool import in_order
+from fcp_cli.util.records import read_records, table_content, table_of_content, write_record
+from fcp_cli.util.validation import validated
+from fcp_cli.util.words import first_sentence
+
+OnStep = Callable[[StepPlan], None]
+_JOURNAL_FROM_STEPS = 1000  # shorter plans are faster to redo than to resume
+_STEPS_PER_TASK, _SEQUENCES_PER_TASK = 32, 1 << 18  # limits of a task, whichever is reached first
+_SEQUENCES_PER_WORKER = 1_000_000  # several seconds of planning, which outweigh a process start
+
+# Set once per worker process: a step is a pure function of its batch, so that only batches are sent to the workers.
+_solver: Solver | None = None
+_problem: Problem | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanResult:
+    """A finished plan.
+
+    Attributes:
+        metadata: metadata as written, with totals and hash.
+        summary: totals over all steps.
+        planning_seconds: wall time from solver set-up to the finished file, excluding `loading_seconds`.
+        loading_seconds: time to load or compile the compiled planner in this process.
+        solver: solver of the plan.
+    """
+
+    metadata: PlanMetadata
+    summary: PlanSummary
+    planning_seconds: float
+    loading_seconds: float
+    solver: Solver
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values, for `--json`."""
+        metadata = self.metadata
+        names = (
+            *("plan_hash", "solver", "solver_options", "num_ranks", "ranks_per_node", "tensor_parallel"),
+            *("pipeline_parallel", "tokens_per_rank", "padding_multiple", "sync", "recipe"),
+            *("global_batch_size", "distinct_groups"),
+        )
+        return {
+            **{name: getattr(metadata, name) for name in names},
+            "solver_options": dict(metadata.solver_options),
+            "recipe": metadata.recipe and asdict(metadata.recipe),
+            **self.summary.to_json(),
+        }
+
+
+def make_plan(
+    path: Path,
+    inputs: PlanInputs,
+    *,
+    solver_name: str,
+    on_step: OnStep | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    **limits: int | None,
+) -> PlanResult:
+    """Plan every step and write the plan, atomically replacing an existing file at `path`.
+
+    While a plan of many steps is being made, a journal next to `path` keeps its finished steps.
+
+    Args:
+        path: plan file.
+        inputs: manifest, problem and batch settings.
+        solver_name: one of `solvers.solver_names()`.
+        on_step: callback after each planned step, for progress.
+        workers: number of planning processes; None: `default_workers`. The plan does not depend on it.
+        resume: whether to continue from the journal of an interrupted run with the same inputs; the plan is the same.
+        limits: max_degree, max_groups or max_peers of the whole plan; see `solvers.make_solver`.
+
+    Raises:
+        OverlongError, ManifestError, UsageError: invalid input; nothing was written.
+        FcpError: the file cannot be written (no partial file is left), or there is nothing to resume.
+        Interrupted: Ctrl-C; no plan was written, and the message says whether --resume can continue.
+    """
+    started = time.perf_counter()
+    batches = inputs.batches()
+    solver = make_planning_solver(solver_name, batches, **limits)
+    metadata = plan_metadata(inputs.table, batches, solver)
+    journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
+    summary = PlanSummary.of(metadata)
+    workers = workers or default_workers(len(batches), batches.settings.global_batch_size)
+    try:
+        with plan_writer(path, metadata) as writer, timed_loading() as loading_seconds:
+            for step in _journalled_steps(batches, solver, workers, journal, resume):
+                writer.append(step)
+                summary.add(step)
+                if on_step is not None:
+                    on_step(step)
+    except KeyboardInterrupt:
+        if journal is not None and not resume and not journal.steps_kept:
+            journal.remove()
+        raise Interrupted(_interrupted(journal, summary.steps, len(batches))) from None
+    if journal is not None:
+        journal.remove()
+    loading = loading_seconds()
+    return PlanResult(
+        metadata=writer.metadata,
+        summary=summary,
+        planning_seconds=time.perf_counter() - started - loading,
+        loading_seconds=loading,
+        solver=solver,
+    )
+
+
+def _journalled_steps(
+    batches: GlobalBatches,
+    solver: Solver,
+    workers: int,
+    journal: Journal | None,
+    resume: bool,
+) -> Iterator[StepPlan]:
+    """Yield the steps of a plan in order: those of the journal, then newly planned ones."""
+    kept = 0
+    if journal is not None and resume:
+        for step in kept_steps(batches, journal):
+            kept += 1
+            yield step
+    elif journal is not None:
+        journal.start()
+    missing = (batches.batch(step) for step in range(kept, len(batches)))
+    with closing(plan_steps(missing, batches.problem, solver, workers=workers)) as steps:
+        for step in steps:
+            if journal is not None:
+                journal.append(step)
+            yield step
+
+
+def kept_steps(batches: GlobalBatches, journal: Journal) -> Iterator[StepPlan]:
+    """Yield the steps of a journal, each validated against its batch, since digests do not detect forgery.
+
+    Raises:
+        FcpError: as in `Journal.resume`, or a step is not a valid plan of its batch.
+    """
+    profile, table = batches.problem.profile, batches.table
+    for number, step in enumerate(journal.resume()):
+        batch = batches.batch(number)
+        order, due = np.argsort(step.sequences), np.argsort(batch.rows)
+        same = np.array_equal(step.sequences[order], batch.rows[due])
+        if not same or not np.array_equal(step.lengths[order], batch.lengths[due]):
+            raise journal.damaged(f"step {step.step} does not hold the sequences of its batch")
+        finding = next(check_step(step, journal.metadata, profile, table), None)
+        if finding is not None:
+            raise journal.damaged(str(finding))
+        yield step
+
+
+def _interrupted(journal: Journal | None, step: int, steps: int) -> str:
+    if journal is not None and journal.steps_kept:
+        return f"interrupted after step {step} of {steps}; no plan was written; continue with --resume"
+    return f"interrupted after step {step} of {steps}; no plan was written"
+
+
+def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) -> PlanMetadata:
+    """Return the plan's metadata without totals and hash."""
+    problem, settings = batches.problem, batches.settings
+    return PlanMetadata(
+        **problem.metadata_fields(),
+        fcp_version=__version__,
+        global_batch_size=settings.global_batch_size,
+        masked_sequences=None if table.eta is None else int(np.count_nonzero(table.eta)),
+        masks=None if table.eta is None else planned_masks(table.masks),
+        seed=settings.seed,
+        shuffle=settings.shuffle,
+        epochs=settings.epochs,
+        last_batch=settings.last_batch,
+        step_limit=settings.step_limit,
+        batching=settings.batching,
+        overlong=batches.overlong,
+        solver=solver.name,
+        solver_options=solver.options,
+        manifest=ManifestReference(name=table.name, rows=len(table), content_hash=table.content_hash()),
+        shuffle_kind=batches.shuffle_kind,
+        mixture=settings.mixture,
+        continues=batches.continues,
+    )
+
+
+def default_workers(steps: int, global_batch_size: int = 1) -> int:
+    """Return the default number of planning processes: the usable cores, fewer if the work does not pay their start."""
+    return max(1, min(usable_cores(), steps, max(steps // 1000, steps * global_batch_size // _SEQUENCES_PER_WORKER)))
+
+
+def plan_steps(
+    batches: Iterator[Batch], problem: Problem, solver: Solver, *, workers: int
+) -> Generator[StepPlan, None, None]:
+    """Yield the planned batches in order; closing the generator early stops its worker processes.
+
+    Raises:
+        FcpError: a worker process was killed.
+    """
+    if workers == 1:
+        for batch in batches:
+            yield plan_step(batch, problem, solver)
+        return
+    tasks = _tasks(batches)
+    planned = in_order(
+        _plan_task,
+        tasks,
+        workers=workers,
+        initializer=_start_worker,
+        arguments=(problem, solver),
+        noun="planning process",
+    )
+    with closing(planned):
+        for steps in planned:
+            yield from steps
+
+
+def _tasks(batches: Iterator[Batch]) -> Iterator[list[Batch]]:
+    """Yield lists of batches large enough to amortize sending, small enough to spread over the cores."""
+    for batch in batches:
+        few = max(1, min(_STEPS_PER_TASK, _SEQUENCES_PER_TASK // len(batch.rows)))
+        yield [batch, *islice(batches, few - 1)]
+
+
+def plan_step(batch: Batch, problem: Problem, solver: Solver) -> StepPlan:
+    """Plan one step: a pure function of its arguments."""
+    return assemble(solver.assign(batch), batch, problem)
+
+
+def _start_worker(problem: Problem, solver: Solver) -> None:
+    global _problem, _solver
+    _problem, _solver = problem, solver
+
+
+def _plan_task(batches: list[Batch]) -> list[StepPlan]:
+    assert _problem is not None and _solver is not None
+    return [plan_step(batch, _problem, _solver) for batch in batches]
+
+
+# Journal of the finished steps of a plan in progress, from which `--resume` continues.
+#
+# A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.steps`, ...
+# Each part is written atomically with a digest, so that after a crash the folder holds a valid prefix of the plan.
+
+_FORMAT: Final = "fcp-journal/2"
+_REFIT: Final = "refit.json"
+_ROWS_PER_PART = 8_192
+
+
+def is_begun(plan: Path) -> bool:
+    """Return whether a plan is in progress or was interrupted."""
+    return (_folder(plan) / "key").is_file()
+
+
+def _folder(plan: Path) -> Path:
+    return plan.with_name(f".{plan.name}.journal")
+
+
+class Journal:
+    """Journal of one plan.
+
+    Args:
+        path: plan file in progress.
+        metadata: metadata of the plan, without totals and hash.
+
+    Attributes:
+        metadata: the given metadata, plus the recorded refit.
+    """
+
+    def __init__(self, path: Path, metadata: PlanMetadata) -> None:
+        self._path = path
+        self.folder = _folder(path)
+        asked = replace(metadata, refits=None)  # refits only arise during training
+        self._key = f"{_FORMAT} {hashlib.sha256(asked.hashed_json()).hexdigest()}"
+        self.metadata = metadata
+        self._due = metadata.first_step
+        self._parts = 0
+        self._pending: list[StepPlan] = []
+        self._rows = 0
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / "key").is_file()
+
+    @property
+    def steps_kept(self) -> bool:
+        """Whether the journal has steps to resume from.
+
+        Checks the disk, since Ctrl-C may arrive between writing a part and counting it.
+        """
+        return self._part(0).exists()
+
+    def start(self) -> None:
+        """Start an empty journal, removing an older one."""
+        self.remove()
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise FcpError(f"cannot write {self.folder}: {error.strerror or error}") from error
+        write_text_atomically(self.folder / "key", self._key)
+
+    def resume(self) -> Iterator[StepPlan]:
+        """Return the steps of an interrupted run of the same plan; later `append` calls extend the same journal.
+
+        Raises:
+            FcpError: there is no journal, or it belongs to another plan; while iterating, a part is damaged.
+        """
+        if not self.exists:
+            raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume")
+        if read_text(self.folder / "key", error=FcpError, label="the journal ") != self._key:
+            raise FcpError(
+                f"cannot resume: {self.folder} was begun with another manifest, cost profile or options, or by another "
+                "version of fcp; give the same ones, or run without --resume to start over"
+            )
+        return self._kept_steps()
+
+    def note_refit(self, refit: ScheduledRefit) -> None:
+        """Record the refit of the following steps, before any of them is planned."""
+        self.metadata = replace(self.metadata, refits=(refit,))
+        write_text_atomically(self.folder / _REFIT, json.dumps(asdict(refit)))
+
+    def read_refit(self) -> None:
+        """Load the refit of an interrupted run, if any, into the metadata."""
+        path = self.folder / _REFIT
+        if path.is_file():
+            kept = validated(read_object(path, error=FcpError), ScheduledRefit, where=str(path), error=FcpError)
+            self.metadata = replace(self.metadata, refits=(kept,))
+
+    def all_steps(self) -> Iterator[StepPlan]:
+        """Yield all steps from the first on: those written to parts, then pending ones."""
+        yield from Journal(self._path, self.metadata).resume()
+        yield from self._pending
+
+    def _kept_steps(self) -> Iterator[StepPlan]:
+        while (part := self._part(self._parts)).exists():
+            try:
+                steps = self._steps_of(part)
+            except (OSError, DamagedError) as error:
+                raise self.damaged(first_sentence(error), part) from error
+            self._parts += 1
+            yield from steps
+
+    def damaged(self, reason: str, place: Path | None = None) -> FcpError:
+        """Return the error of a damaged journal."""
+        return FcpError(
+            f"cannot resume: {place or self.folder} is damaged: {reason}; run without --resume to start over"
+        )
+
+    def _steps_of(self, part: Path) -> list[StepPlan]:
+        contents = list(read_records(part))
+        if len(contents) != 1:
+            raise DamagedError("it does not hold one whole record")
+        rows = self.metadata.manifest.rows
+        steps = steps_in_order(table_of_content(contents[0]), self.metadata, rows=rows, due=self._due)
+        self._due += len(steps)
+        return steps
+
+    def append(self, step: StepPlan) -> None:
+        """Append the next step; it is only written to disk once its part is full."""
+        self._pending.append(step)
+        self._rows += len(step)
+        if self._rows < _ROWS_PER_PART:
+            return
+        table = steps_to_arrow(self._pending)
+        with replaced_atomically(self._part(self._parts)) as temporary, temporary.open("wb") as file:
+            write_record(file, table_content(table))
+        self._parts += 1
+        self._pending, self._rows = [], 0
+
+    def remove(self) -> None:
+        """Remove the journal, ignoring errors; `start` fails if it could not be removed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"{number:06}.steps"

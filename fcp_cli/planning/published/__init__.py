@@ -1,1 +1,0 @@
-"""Published strategies, one file each, written from their descriptions or code."""

@@ -1,1 +1,0 @@
-"""Coefficients that follow from a description of model and cluster, without a measurement."""

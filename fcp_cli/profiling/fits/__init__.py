@@ -1,1 +1,0 @@
-"""Coefficients fitted to measurements, and to the metrics of real runs."""

@@ -1,1 +1,0 @@
-"""The page of a plan or a run: its sections, charts and figures."""

@@ -1,1 +1,0 @@
-"""What a checkpoint says of itself, and whether its files are whole."""

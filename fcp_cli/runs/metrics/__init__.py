@@ -1,1 +1,0 @@
-"""The metrics file of a run: its records, written and read."""

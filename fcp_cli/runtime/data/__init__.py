@@ -1,1 +1,0 @@
-"""Steps of a plan file from one rank's view, and the data of its micro-batches."""

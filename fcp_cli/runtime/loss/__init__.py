@@ -1,1 +1,0 @@
-"""Plan-independent loss, from logits or from the input of the head."""

@@ -1,1 +1,0 @@
-"""Measurements of each step: taken on every rank, collected and written by rank 0."""

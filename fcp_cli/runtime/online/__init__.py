@@ -1,1 +1,0 @@
-"""Follow a plan that is made during training, from sequences whose lengths are only known as they arrive."""

@@ -1,1 +1,0 @@
-"""Activation checkpointing of layers, and offload of their saved inputs."""

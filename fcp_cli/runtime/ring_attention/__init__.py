@@ -1,1 +1,0 @@
-"""Attention of a group over its shards: rings, windows with halos, and Ulysses."""

@@ -1,0 +1,420 @@
+"""The training loop of one rank under a plan: prefetches steps and yields them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fcp_cli.cost.recipe import Reduce
+from fcp_cli.errors import RunError
+from fcp_cli.plan.file import PlanReader
+from fcp_cli.plan.metadata import OnlineSettings, PlanMetadata
+from fcp_cli.runtime.choices import GradRingDtype, OnNan
+from fcp_cli.runtime.connections import agree_on_halo_pattern, planned_hops, report_to_stderr
+from fcp_cli.runtime.cursor import PlanCursor, Prefetched, plan_path
+from fcp_cli.runtime.gradients import GradientSync, gradient_sync
+from fcp_cli.runtime.guards import Guards, LossWatch
+from fcp_cli.runtime.loader import (
+    Fetch,
+    LoadedStep,
+    Shard,
+    begin_shard,
+    fetches_labels,
+    load_steps,
+    picture_problems,
+    with_planned_masks,
+)
+from fcp_cli.runtime.metrics_message import METRICS_VARIABLE
+from fcp_cli.runtime.online import (
+    PlansStreams,
+    ProcessControl,
+    StreamCursor,
+    StreamSource,
+    online_settings,
+    stream_plan_path,
+)
+from fcp_cli.runtime.plan_agreement import agree_on_plan
+from fcp_cli.runtime.rank_agreement import agree_on_bad_rows, agree_on_first_step
+from fcp_cli.runtime.rank_job import RankJob
+from fcp_cli.runtime.ring import current_ring, runs_outside
+from fcp_cli.runtime.step import Step
+from fcp_cli.runtime.transport import ProcessWorld, join_process_group, local_device
+from fcp_cli.runtime.visuals import require_ranks_apart
+
+_STEPS_AHEAD = 2
+_RESTARTS = "SLURM_RESTART_COUNT"  # set by Slurm when a job is requeued
+
+
+@dataclass(kw_only=True, eq=False)
+class Session(RankJob):
+    """One rank of a training job that follows a plan. Create it with `start`; a context manager, or call `close`.
+
+    Attributes:
+        fetch: function from a manifest row to its tokens; may be set any time before `steps` is called.
+        source: planner of a stream's steps, or None for an existing plan.
+        skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
+        owns_process_group: whether `close` destroys the process group.
+        steps_ahead: number of steps to prefetch.
+        has_begun: whether this process has created a session (class attribute).
+    """
+
+    has_begun: ClassVar[bool] = False
+
+    fetch: Fetch | None
+    source: StreamSource | None = None
+    skip_bad_rows: bool = False
+    owns_process_group: bool = False
+    steps_ahead: int = _STEPS_AHEAD
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Session.has_begun = True
+        self._first_step = 0  # default of `steps`; set by `load_state_dict`
+
+    def steps(
+        self,
+        model: nn.Module | GradientSync | None = None,
+        *,
+        first_step: int | None = None,
+        reduce: Reduce | None = None,
+        on_nan: OnNan = "stop",
+        mean_over: Literal["tokens", "rows"] = "tokens",
+    ) -> Generator[Step, None, None]:
+        """Yield the plan's steps from `first_step` on. Iterate each to its end before requesting the next.
+
+        Every rank calls it.
+
+        Args:
+            model: the model whose gradients are reduced over ranks: a plain module (it starts from rank 0's weights),
+                in DistributedDataParallel, or sharded with `fully_shard`. Pass `GradientSync()` if the script reduces
+                them itself; training without either raises. Plans of forward passes reduce nothing and run without
+                gradients.
+            first_step: optimizer step to start at; default: the step given by `load_state_dict`, else 0.
+            reduce: for FSDP2 that reshards after forward: reduce gradients in every `wave`, so that a rank only holds
+                its shard of them, or once a `step`, which sends less. Default: the plan's recipe, else `wave`.
+            on_nan: reaction to a NaN or infinite loss on any rank: `stop` the job; `skip-step`: clear the gradients of
+                all ranks, so that optimizers change nothing (costs one device synchronization a step); or `go-on`.
+            mean_over: loss denominator: tokens with labels, or rows of the manifest.
+
+        Raises:
+            RunError: no `fetch`, a model that cannot follow the plan, a step beyond the plan, or ranks that start at
+                different steps. While iterating: a loop that breaks the contract, or data that does not match the plan
+                or differs between ranks.
+        """
+        fetch = self.fetch if self.source is None or self.source.follows_manifest else self.source.fetch
+        if fetch is None:
+            raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
+        fetch = with_planned_masks(fetch, self.metadata)
+        first_step = self._first_step if first_step is None else first_step
+        agree_on_first_step(self.world, first_step)
+        self._connect_for_halos()
+        _warn_if_begun_again(first_step, self.metadata.first_step, self.rank)
+        planned = self.metadata.recipe
+        reduce = reduce or (planned.reduce if planned is not None else "wave")
+        sync = gradient_sync(model, self.world, self.metadata.sync, reduce, self.metadata.phase)
+        require_ranks_apart(sync, self.metadata.encoder_ranks)
+        guards = Guards(self.world, sync, model=model, on_nan=on_nan, watch=LossWatch(self.clock))
+        follow = partial(self._begun, first_step, fetch, guards, mean_over)
+        # The first step of a stream may not be planned yet: do not block before the loop asks for it.
+        return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
+
+    def _connect_for_halos(self) -> None:
+        """Open the halo exchange's connections if the model has one; streams open them before each step."""
+        self.connections.halo_pattern = agree_on_halo_pattern(self.world)
+        if self.connections.halo_pattern != "no" and self.source is None:
+            hops = planned_hops(self.plan, halo_pattern=self.connections.halo_pattern)
+            self.connections.open_all(hops, report=report_to_stderr(self.rank, self.device))
+
+    def _begun(
+        self, first_step: int, fetch: Fetch, guards: Guards, mean_over: Literal["tokens", "rows"]
+    ) -> Generator[Step, None, None]:
+        cursor, labelled = self._begin_following(first_step, fetch)
+        loaded = Prefetched(
+            self._loaded(cursor, fetch, labelled=labelled),
+            depth=self.steps_ahead,
+            name="fcp-loader",
+        )
+        counting: Literal["rows", "labels"] | None = "rows" if mean_over == "rows" else "labels" if labelled else None
+        return self._follow(cursor, loaded, guards, counting)
+
+    def _recorded(self, followed: Generator[Step, None, None], first_step: int) -> Generator[Step, None, None]:
+        if self.recorder is None:
+            return followed
+        if self.source is not None:
+            self.recorder.followed = self.source.followed
+            if self.source.measured.note not in self.recorder.listeners:
+                self.recorder.listeners.append(self.source.measured.note)
+        self.recorder.open(first_step)
+        return self.recorder.recorded(followed)
+
+    def _begin_following(self, first_step: int, fetch: Fetch) -> tuple[PlanCursor | StreamCursor, bool]:
+        """Return the cursor over this rank's steps of the plan or stream, and whether `fetch` returns labels."""
+        if self.source is None:
+            cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self.steps_ahead)
+            return cursor, fetches_labels(PlanReader(self.plan).steps(first_step), fetch)
+        self.next_step = first_step
+        planned = StreamCursor(self.source, self.rank, first_step=first_step, end_step=lambda: self.next_step)
+        return planned, fetches_labels(planned.first(), fetch)
+
+    def _loaded(
+        self, cursor: PlanCursor | StreamCursor, fetch: Fetch, *, labelled: bool
+    ) -> Iterator[LoadedStep[Shard]]:
+        begin = partial(
+            begin_shard,
+            fetch=fetch,
+            rank=self.rank,
+            labelled=labelled,
+            encoders=self.encoders,
+        )
+        looks_ahead = self.source is None or self.source.settings.options.ahead > 0
+        return load_steps(cursor, begin, device=self.device, looks_ahead=looks_ahead)
+
+    def _follow(
+        self,
+        cursor: PlanCursor | StreamCursor,
+        loaded: Prefetched[LoadedStep[Shard]],
+        guards: Guards,
+        counting: Literal["rows", "labels"] | None,
+    ) -> Generator[Step, None, None]:
+        try:
+            while (found := self._next_loaded(loaded)) is not None:
+                bad = self._bad_rows(picture_problems(found.shards))
+                item = replace(found, shards=tuple(shard.without(bad) for shard in found.shards)) if bad else found
+                tokens: int | Tensor = item.plan.loss_tokens
+                if counting == "rows":
+                    tokens = item.plan.sequences - len(bad)
+                # Also with bad rows: the plan's token count includes those that are skipped.
+                elif counting == "labels" or bad:
+                    tokens = torch.tensor(sum(shard.labelled_tokens for shard in item.shards), device=self.device)
+                    self.world.all_reduce_sum(tokens)  # stays on the device, so that the host does not wait
+                step = Step(self, guards, item, tokens, bad)
+                yield step
+                step.require_finished()
+        finally:
+            cursor.close()
+            loaded.close()
+
+    def _next_loaded(self, loaded: Prefetched[LoadedStep[Shard]]) -> LoadedStep[Shard] | None:
+        """Return the next step, or None. With a stream, request further plans and connect to new ring neighbours."""
+        if self.source is None:
+            return next(loaded, None)
+        self.source.want(self.next_step)
+        found = next(loaded, None)
+        if found is not None:
+            plan = self.source.hand_out(found.plan.step)
+            self.connections.open_for(plan, self.metadata.ranks_per_node)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the index of the next step to train, for a checkpoint of any framework."""
+        return {"next_step": self.next_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make `steps` resume after the last step of a checkpoint.
+
+        Raises:
+            RunError: the state was not saved by `state_dict` of a session.
+        """
+        if not isinstance(state.get("next_step"), int):
+            raise RunError(
+                "the checkpoint's state of the session has no next_step, but "
+                f"{', '.join(map(str, state)) or 'nothing'}; save the result of session.state_dict()"
+            )
+        self._first_step = self.next_step = state["next_step"]
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Return `outside()`: a context manager to run models outside the plan, e.g. for evaluation or generation."""
+        return outside()
+
+    def _bad_rows(self, problems: Mapping[int, str]) -> tuple[int, ...]:
+        """Return the manifest rows whose images failed to decode on any rank; the same on all ranks.
+
+        Raise RunError for the first of this rank's unless bad rows are skipped.
+        """
+        if self.skip_bad_rows:
+            return agree_on_bad_rows(self.world, self.device, tuple(problems))
+        for problem in problems.values():
+            raise RunError(f"{problem}; to train on without such rows: --bad-rows skip, or start(skip_bad_rows=True)")
+        return ()
+
+    def close(self) -> None:
+        """Leave the job; destroy the process group if `start` created it."""
+        if self.recorder is not None:
+            self.recorder.close()
+        if self.watch is not None:
+            self.watch.stop()
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _when_asked(begin: Callable[[], Generator[Step, None, None]]) -> Generator[Step, None, None]:
+    yield from begin()
+
+
+def _warn_if_begun_again(first_step: int, begins_with: int, rank: int) -> None:
+    """Warn on rank 0 if Slurm requeued this job but the script has loaded no checkpoint."""
+    restarts = os.environ.get(_RESTARTS, "")
+    if rank == 0 and restarts.isdecimal() and int(restarts) and first_step == begins_with:
+        print(
+            f"fcp: Slurm has started this job before ({_RESTARTS} {restarts}), and it begins with step {first_step} "
+            "again; a script that resumes loads its checkpoint first, with session.load_state_dict",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+# Run a training loop under a plan, which decides a rank's micro-batches, their rings and when gradients are reduced.
+#
+# session = fcp_cli.runtime.start("plan.parquet", fetch)
+# for step in session.steps(model):
+#     for microbatch in step:
+#         logits = model(microbatch.input_ids, microbatch.position_ids)
+#         microbatch.loss(logits).backward()
+#     optimizer.step()
+#     optimizer.zero_grad()
+
+
+def start(
+    plan: str | Path | None = None,
+    fetch: Fetch | None = None,
+    *,
+    stream: Iterable[Any] | StreamSource | None = None,
+    planner: PlansStreams | OnlineSettings | None = None,
+    device: torch.device | None = None,
+    grad_ring_dtype: GradRingDtype | None = None,
+    skip_bad_rows: bool = False,
+    metrics: str | Path | None = None,
+) -> Session:
+    """Join the job and validate that all ranks follow the same plan. Every rank calls it once.
+
+    Args:
+        plan: plan file; defaults to FCP_PLAN, which `fcp launch` sets. With `stream`, the file to write.
+        fetch: function from a manifest row, or an id or row of `stream`, to tokens or (tokens, labels); see
+            `loader.Fetch`.
+        stream: sequences to plan while the job trains, as (id, length) or as rows. Integrations pass a `StreamSource`
+            that is already being planned.
+        planner: planner of a stream: a `fcp_cli.Planner` or its `online()`; defaults to that of `fcp launch --online`.
+        device: device of the tensors; defaults to the local rank's accelerator, else the CPU.
+        grad_ring_dtype: data type in which gradients of keys and values are sent; defaults to FCP_GRAD_RING_DTYPE, else
+            fp32. See `GradRingDtype`.
+        skip_bad_rows: skip rows whose images fail to decode instead of raising; equal on all ranks.
+        metrics: metrics file of all ranks; defaults to FCP_METRICS, which `fcp launch` sets, else no metrics.
+
+    Raises:
+        PlanError: the plan is missing, damaged or was edited.
+        RunError: ranks have different plans, or the plan is for a different number of ranks; raised on all ranks.
+    """
+    source = stream if isinstance(stream, StreamSource) else None
+    online = None if stream is None else source.settings if source is not None else online_settings(planner)
+    path = plan_path(plan) if online is None else stream_plan_path(source.path if source is not None else plan)
+    device = device or local_device()
+    owns_process_group = join_process_group(device)
+    world = ProcessWorld()
+    metadata = agree_on_plan(world, path, device) if online is None else online.metadata
+    _agree_on_kernels(world, device, metadata)
+    if online is not None and stream is not None and not isinstance(stream, StreamSource):
+        source = StreamSource(stream, online, path, ProcessControl(), fetch)
+        metrics = metrics or _measured_stream(online, path)
+    session = Session.join(
+        path,
+        metadata,
+        device,
+        grad_ring_dtype=grad_ring_dtype,
+        metrics=metrics,
+        fetch=fetch,
+        owns_process_group=owns_process_group,
+        source=source,
+        skip_bad_rows=skip_bad_rows,
+    )
+    # The rings of a stream are not known yet: `Session` opens connections before each step.
+    if source is None:
+        session.connect()
+    if session.watch is not None:
+        session.watch.start()
+    return session
+
+
+def _measured_stream(online: OnlineSettings, plan: Path) -> str | Path | None:
+    """Return the metrics file that a stream with refits needs; None without refits."""
+    if online.options.refit_every is None:
+        return None
+    return os.environ.get(METRICS_VARIABLE) or plan.with_name(f"{plan.stem}.metrics.jsonl")
+
+
+def _agree_on_kernels(world: ProcessWorld, device: torch.device, metadata: PlanMetadata) -> None:
+    """Choose the attention kernels of CUDA devices. Other devices have a single kernel."""
+    if device.type == "cuda":
+        from fcp_cli.runtime.rank_agreement import prefer_agreed_kernels
+
+        prefer_agreed_kernels(world, device, metadata)
+
+
+def steps(
+    plan: str | Path | None = None,
+    fetch: Fetch | None = None,
+    model: nn.Module | None = None,
+    first_step: int = 0,
+    *,
+    stream: Iterable[Any] | None = None,
+    planner: PlansStreams | OnlineSettings | None = None,
+) -> Generator[Step, None, None]:
+    """Return `start(plan, fetch).steps(model, first_step=first_step)`, for loops without further settings."""
+    return start(plan, fetch, stream=stream, planner=planner).steps(model, first_step=first_step)
+
+
+# Run a model outside the plan, between steps or inside one: evaluation, generation, a second model.
+#
+#     with fcp.outside():
+#         with torch.no_grad():
+#             validation_loss = evaluate(model)
+#
+# Inside the block no micro-batch is current: `attention` attends over the whole batch it is given, and a model that
+# an integration prepared uses its original attention, masks and cache.
+
+_switches: WeakKeyDictionary[Any, Callable[[Any], AbstractContextManager[None]]] = WeakKeyDictionary()
+
+
+def switch_outside(model: Any, switch: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Register a context manager `switch(model)` that `outside` enters; dropped when the model is freed."""
+    _switches[model] = switch
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Leave the plan for a `with` block, on one rank or on all.
+
+    FSDP2 gathers weights in every forward, so with a sharded model all ranks must run the same number of forwards.
+    """
+    ring, was_outside = current_ring.get(), runs_outside.get()
+    with ExitStack() as stack:
+        if not was_outside:
+            # Iterate over a copy: a model freed meanwhile removes itself from the dictionary.
+            for model, switch in list(_switches.items()):
+                stack.enter_context(switch(model))
+        current_ring.set(None)
+        runs_outside.set(True)
+        try:
+            yield
+        finally:
+            current_ring.set(ring)
+            runs_outside.set(was_outside)

@@ -1,1 +1,0 @@
-"""Weights of the bundled trainer: loaded, drawn, adapted, shared out, saved and resumed."""

@@ -1,0 +1,403 @@
+"""Decorators that compile inner loops on their first call and cache them on disk.
+
+No fast-math and no threads, so that results are bitwise equal and every machine makes the same plan. The target is a
+generic processor of the architecture, so that kernels in a wheel (`make wheel`) or a shared home folder work on all
+machines, without loss of speed. This applies to everything that numba compiles in this process;
+`NUMBA_CPU_NAME=host` targets the local processor instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import inspect
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+from llvmlite import ir
+from llvmlite.binding import Linkage
+from numba.core import cgutils, config, types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler, Flags, compile_extra
+from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
+from numba.core.errors import TypingError
+from numba.core.event import TimingListener, install_listener, trigger_event
+from numba.core.imputils import impl_ret_borrowed
+from numba.core.registry import CPUDispatcher, cpu_target
+from numba.core.sigutils import normalize_signature
+from numba.core.typeconv.castgraph import Conversion
+from numba.core.typing.templates import AttributeTemplate, infer_getattr, make_concrete_template
+from numba.extending import NativeValue, box, lower_cast, lower_getattr_generic, models, register_model, unbox
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+SHIPPED: Final = Path(__file__).parents[1] / "_data" / "compiled"
+"""Kernels that came with the wheel, for the Python, numba and architecture that it was made on; used where all fit."""
+
+_COMPILE: Final = "numba:compile"
+_FORMULA: Final = Path(__file__).parents[1] / "cost" / "formula.py"  # compiled into kernels of other folders
+
+_CONFIG: Final[Any] = config
+if _CONFIG.CPU_NAME is None:  # unless set by NUMBA_CPU_NAME
+    _CONFIG.CPU_NAME, _CONFIG.CPU_FEATURES = "generic", ""
+
+
+def kernel(function: _Function) -> _Function:
+    """Compile a function on its first call and cache the result on disk if a folder is writable."""
+    return cast(_Function, _compiled(function))
+
+
+def leaf(function: _Function) -> _Function:
+    """Compile, like `kernel`, a function that neither creates nor returns arrays.
+
+    Skips reference counting of its array arguments, which can take longer than the body of an inner loop. A function
+    that creates an array fails to compile.
+    """
+    return cast(_Function, _compiled(function, _nrt=False))
+
+
+def inlined(function: _Function) -> _Function:
+    """Compile, like `leaf`, a formula that is always inlined into its callers."""
+    return cast(_Function, _compiled(function, _nrt=False, forceinline=True))
+
+
+def is_kept(compiled: Any) -> bool:
+    """Return whether the disk cache or the wheel has this function compiled from the same sources."""
+    kept = getattr(compiled, "_cache", None)  # plain functions, under NUMBA_DISABLE_JIT, have none
+    return isinstance(kept, _PackageCache) and kept.has_entries()
+
+
+@contextmanager
+def timed_loading() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the seconds spent loading or compiling kernels since the block began."""
+    listener = TimingListener()
+    with install_listener(_COMPILE, listener):
+        yield lambda: float(listener.duration) if listener.done else 0.0
+
+
+@cache
+def package_stamp(folder: Path) -> str:
+    """Return the cache stamp of a folder's kernels: a hash of its sources, this package and the cost formula."""
+    sources = (*sorted(folder.rglob("*.py")), Path(__file__), _FORMULA)
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def folder_of(function: Callable[..., Any]) -> Path:
+    """Return the folder with a function and all its callees; for the planner's, the enclosing folder `compiled`."""
+    folder = Path(inspect.getfile(function)).parent
+    return next((parent for parent in folder.parents if parent.name == "compiled"), folder)
+
+
+class _Index(IndexDataCacheFile):
+    """numba's cache index of a function; an index that refers to removed classes counts as empty and is overwritten.
+
+    numba unpickles an index before comparing its stamp, so without this a release that renames a class would fail on
+    the cache of an earlier one.
+    """
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except (AttributeError, ImportError):
+            return {}
+
+
+class _PackageCache(FunctionCache):
+    """numba's disk cache, with entries that are valid for one state of the function's whole folder.
+
+    numba only checks the function's own file, but callees in other files are compiled into it, so their changes would
+    go unnoticed. numba has no setting for this, so the stamp of its index is replaced here. Entries with another stamp
+    are ignored and later overwritten, as numba does after a change of the file itself; nothing is deleted.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = package_stamp(folder_of(function))
+        self._cache_file: Any
+        self._shipped: Any
+        self._cache_file, self._shipped = (
+            _Index(folder, self._impl.filename_base, stamp)
+            for folder in (self.cache_path, SHIPPED)
+        )
+
+    def has_entries(self) -> bool:
+        machine = cpu_target.target_context.codegen().magic_tuple()
+        return any(key[1] == machine for file in (self._cache_file, self._shipped) for key in file._load_index())
+
+    def _load_overload(self, sig: Any, target_context: Any) -> Any:
+        with trigger_event(_COMPILE, data={"dispatcher": self}):  # count linking as loading time, too
+            found = super()._load_overload(sig, target_context)
+            if found is None and self._enabled:
+                key = self._index_key(sig, target_context.codegen())
+                data = self._shipped.load(key)
+                found = None if data is None else self._impl.rebuild(target_context, data)
+            return found
+
+
+def _compiled(function: Any, **options: Any) -> Any:
+    if _CONFIG.DISABLE_JIT:
+        return function
+    compiled: Any = Kernel(function, targetoptions={"nopython": True, "nogil": True, "boundscheck": None, **options})
+    # OSError: not even a temporary folder can be created.
+    with suppress(RuntimeError, OSError):
+        compiled._cache = _package_cache(function)  # like numba's `enable_caching`
+    return compiled
+
+
+def _package_cache(function: Any) -> _PackageCache:
+    try:
+        return _PackageCache(function)
+    except RuntimeError:
+        # No writable cache folder, for example on a read-only file system. The wheel's kernels still load. New ones go
+        # to a private folder of this process, since other users could tamper with one at a known path.
+        _CONFIG.CACHE_DIR = _folder_of_this_process()
+        return _PackageCache(function)
+
+
+@cache
+def _folder_of_this_process() -> str:
+    folder = tempfile.mkdtemp(prefix="fcp-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+# numba dispatcher that compiles functions together with their callees, in time linear in their size.
+#
+# By default numba compiles every function several times: to machine code with a Python wrapper, with a C wrapper, and
+# again inside each caller, which took over a minute for a planner of 150 functions. Here a callee is typed and
+# lowered once and linked as LLVM code into the entry points that Python calls; only those become machine code. Named
+# tuples are passed by reference (`references`).
+
+
+class Kernel(CPUDispatcher):
+    """Dispatcher of a compiled function: an entry point for Python, cached on disk, and a part of compiled callers."""
+
+    def __init__(self, py_func: Any, locals: Any = None, targetoptions: Any = None) -> None:
+        super().__init__(py_func, locals, targetoptions)
+        self._compiler = _Compiler(py_func, self.targetoptions, is_part=False)
+        self._part_compiler = _Compiler(py_func, self.targetoptions, is_part=True)
+        self._parts: dict[tuple[Any, ...], Any] = {}
+
+    def typeof_pyval(self, value: Any) -> Any:
+        return by_reference(super().typeof_pyval(value))
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """Return the call template of a call from a compiled function; overrides numba's dispatcher."""
+        signature, args = self._compiler.fold_argument_types(args, kws)
+        kinds = tuple(by_reference(kind) for kind in args)
+        if kinds not in self._parts:
+            part = self._part_compiler.compile(kinds, None)
+            if has_reference(part.signature.return_type):  # its arrays may be freed before the caller reads them
+                raise TypingError(f"{self.py_func.__name__} returns a tuple that it was given, to a compiled function")
+            self._parts[kinds] = part
+            self.targetctx.insert_user_function(part.fndesc, part.fndesc, [part.library])
+        name, signatures = self.py_func.__name__, [part.signature for part in self._parts.values()]
+        return make_concrete_template(name, key=name, signatures=signatures), signature, kinds, {}
+
+    def get_overload(self, sig: Any) -> Any:
+        """Return the function descriptor of the part that a compiled call runs."""
+        kinds, _result = normalize_signature(sig)
+        return self._parts[tuple(kinds)].fndesc
+
+
+class _Flags(Flags):
+    """Compilation flags with a fast comparison of set flags only, since numba compares them many thousand times."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Flags):
+            return NotImplemented
+        mine, its = self._values, other._values
+        return bool(mine == its) or all(getattr(self, name) == getattr(other, name) for name in {*mine, *its})
+
+    def __hash__(self) -> int:
+        return _HASH_OF_FLAGS
+
+
+_HASH_OF_FLAGS: Final = hash(Flags())  # constant, as in numba's own flags
+
+
+class _Compiler(_FunctionCompiler):
+    """Compiler of a function as an entry point, or as a part of its callers."""
+
+    def __init__(self, function: Any, options: dict[str, Any], *, is_part: bool) -> None:
+        own = {"no_cfunc_wrapper": True, "no_cpython_wrapper": is_part}
+        if not is_part:
+            own["_nrt"] = True  # the wrapper releases references to Python's arguments
+        super().__init__(function, cpu_target, {**options, **own}, {}, Compiler)
+        self._is_part = is_part
+
+    def _compile_core(self, args: Any, return_type: Any) -> Any:
+        flags: Any = _Flags()
+        context = cpu_target.target_context
+        cpu_target.options.parse_as_flags(flags, self.targetoptions)
+        flags.no_compile = self._is_part
+        library = (_PartLibrary if self._is_part else _Whole)(context.codegen(), self.py_func.__qualname__)
+        library.enable_object_caching()
+        return compile_extra(
+            cpu_target.typing_context,
+            context,
+            self.py_func,
+            args,
+            return_type,
+            flags,
+            self.locals,
+            library=library,
+            pipeline_class=self.pipeline_class,
+        )
+
+
+class _Whole(JITCodeLibrary):
+    """Machine code of an entry point and all its parts."""
+
+    def add_linking_library(self, library: Any) -> None:
+        if library in self._linking_libraries:
+            return
+        super().add_linking_library(library)
+        if isinstance(library, _PartLibrary):
+            for more in library._linking_libraries:
+                self.add_linking_library(more)
+
+    def finalize(self) -> None:
+        # Parts first: LLVM only links functions of numba's own libraries that are referenced by then.
+        self._linking_libraries.sort(key=lambda library: not isinstance(library, _PartLibrary))
+        super().finalize()
+
+    def _optimize_final_module(self) -> None:
+        for library in self._linking_libraries:
+            if isinstance(library, _PartLibrary):
+                for name in library.names:
+                    self._final_module.get_function(name).linkage = "internal"
+        super()._optimize_final_module()
+
+
+class _PartLibrary(JITCodeLibrary):
+    """Unoptimized LLVM code of a part, to be linked into its callers; `names` lists its external functions."""
+
+    names: tuple[str, ...] = ()
+
+    def add_llvm_module(self, ll_module: Any) -> None:
+        self._final_module.link_in(ll_module)
+
+    def finalize(self) -> None:
+        functions = (one for one in self._final_module.functions if not one.is_declaration)
+        self.names = tuple(one.name for one in functions if one.linkage == Linkage.external)
+        self._finalized = True
+
+    def _get_module_for_linking(self) -> Any:
+        return self._final_module
+
+
+# numba type that passes named tuples of arrays by reference: one pointer instead of hundreds of values.
+#
+# numba passes a tuple member by member, and an array is seven members, which used to dominate compile time. The
+# functions need no change: a function owns the tuples that it creates and passes them by reference, and Python's
+# caller keeps the arguments alive. Tuples are immutable, so members are read in place.
+
+
+class Reference(types.Type):
+    """Type of a reference to a named tuple that the caller keeps alive."""
+
+    def __init__(self, referenced: Any) -> None:
+        self.referenced = referenced
+        # Short, because the type name is part of the mangled name of every function that takes it.
+        digest = hashlib.sha256(str(referenced).encode()).hexdigest()[:12]
+        super().__init__(f"{referenced.instance_class.__name__}_{digest}")
+
+    def unify(self, typingctx: Any, other: Any) -> Any:
+        """Return the tuple type for a variable that may hold a reference or an owned tuple; it then holds a copy."""
+        return other if other == self.referenced else None
+
+    def can_convert_to(self, typingctx: Any, other: Any) -> Any:
+        return Conversion.safe if other == self.referenced else None
+
+
+_KNOWN: Final[dict[Any, Any]] = {}
+
+
+def by_reference(kind: Any) -> Any:
+    """Return the argument type of a value: a reference for named tuples with arrays, else the type itself."""
+    if not isinstance(kind, types.BaseNamedTuple) or not _has_arrays(kind):
+        return kind
+    if kind not in _KNOWN:
+        _KNOWN[kind] = Reference(kind)
+    return _KNOWN[kind]
+
+
+def has_reference(kind: Any) -> bool:
+    """Return whether a type is a reference or contains one."""
+    members: Any = kind if isinstance(kind, types.BaseTuple) else ()
+    return isinstance(kind, Reference) or any(has_reference(member) for member in members)
+
+
+def _has_arrays(kind: Any) -> bool:
+    return any(isinstance(one, types.Array) or (isinstance(one, types.BaseTuple) and _has_arrays(one)) for one in kind)
+
+
+@register_model(Reference)
+class _Pointer(models.PrimitiveModel):
+    def __init__(self, dmm: Any, kind: Any) -> None:
+        super().__init__(dmm, kind, dmm.lookup(kind.referenced).get_value_type().as_pointer())
+
+
+@infer_getattr
+class _Members(AttributeTemplate):
+    key = Reference
+
+    def generic_resolve(self, kind: Any, name: str) -> Any:  # type: ignore[override]
+        if name in kind.referenced.fields:
+            return by_reference(kind.referenced[kind.referenced.fields.index(name)])
+        return None
+
+
+@lower_getattr_generic(Reference)
+def _member(context: Any, builder: Any, kind: Any, value: Any, name: str) -> Any:
+    place = kind.referenced.fields.index(name)
+    _promise(builder, value)
+    member = builder.gep(value, [ir.Constant(ir.IntType(32), 0), ir.Constant(ir.IntType(32), place)], inbounds=True)
+    member_kind = by_reference(kind.referenced[place])
+    if isinstance(member_kind, Reference):
+        return member
+    return impl_ret_borrowed(context, builder, member_kind, builder.load(member))
+
+
+def _promise(builder: Any, value: Any) -> None:
+    """Mark a tuple argument as not aliased by any write of the function, so that LLVM loads its members only once."""
+    if value in builder.function.args:
+        value.add_attribute("noalias")
+
+
+@lower_cast(types.BaseNamedTuple, Reference)
+def _refer(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
+    place = cgutils.alloca_once(builder, value.type)
+    builder.store(value, place)
+    return place
+
+
+@lower_cast(Reference, types.BaseNamedTuple)
+def _copy(context: Any, builder: Any, kind: Any, to: Any, value: Any) -> Any:
+    return builder.load(value)  # the owner of the tuple holds the references to its arrays
+
+
+@unbox(Reference)
+def _unboxed(kind: Any, value: Any, c: Any) -> Any:
+    native = c.unbox(kind.referenced, value)
+
+    def release() -> None:
+        if native.cleanup is not None:
+            native.cleanup()
+        c.context.nrt.decref(c.builder, kind.referenced, native.value)
+
+    place = _refer(c.context, c.builder, None, None, native.value)
+    return NativeValue(place, cleanup=release, is_error=native.is_error)
+
+
+@box(Reference)
+def _boxed(kind: Any, value: Any, c: Any) -> Any:
+    """Convert a reference to a Python tuple; it can only be an argument from Python."""
+    copied = c.builder.load(value)
+    return c.box(kind.referenced, impl_ret_borrowed(c.context, c.builder, kind.referenced, copied))
