@@ -37,7 +37,7 @@ _ELSEWHERE: Final = {
     "report": "its result is a file",
     "launch": "its result is a run; tests/cli/test_launch_cli.py has --dry-run, --explain and --preflight",
     "demo": "tests/cli/test_show.py has the console that it prints on; it takes two minutes",
-    "selftest": "tests/selftest: it takes minutes",
+    "selftest": "tests/verification: it takes minutes",
     "verify": "tests/verification/test_verify.py: it needs torch",
     "profile fit": "tests/cli/test_profile_cli.py",
 }
