@@ -46,8 +46,8 @@ def test_a_command_without_its_library_ends_with_one_line(tmp_path: Path) -> Non
     program = (
         "import sys; from unittest import mock\n"
         "sys.modules['torch'] = None\n"
-        "from fcp_cli import app, extras\n"
-        "extras.requires = lambda name: ['torch>=2.7; extra == \"torch\"']\n"
+        "from fcp_cli.cli import app\nfrom fcp_cli.util import plugins\n"
+        "plugins.requires = lambda name: ['torch>=2.7; extra == \"torch\"']\n"
         "sys.argv = ['fcp', 'verify']\n"
         "app.main()\n"
     )

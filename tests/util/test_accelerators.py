@@ -92,8 +92,8 @@ def test_a_machine_without_accelerators_is_described_without_importing_torch() -
     if has_driver_files():
         pytest.skip("this machine has an accelerator's driver, which torch is asked about")
     code = (
-        "import sys; from fcp_cli.machine import devices, facts; machine = devices.find_machine(); "
-        "facts.collect_facts(machine=machine, asks_torch=devices.has_driver_files()); "
+        "import sys; from fcp_cli.util import machine as facts; machine = facts.find_machine(); "
+        "facts.collect_facts(machine=machine, asks_torch=facts.has_driver_files()); "
         "print(machine.device, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

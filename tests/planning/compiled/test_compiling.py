@@ -159,7 +159,7 @@ def test_the_wheel_brings_the_kernels_of_plans_and_of_their_pipelines(tmp_path: 
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     kept_functions = {file.name.split("-")[0] for file in (tmp_path / "kept").glob("*.nbi")}
-    assert {"iteration.schedule", "microbatch.plan", "layout.places", "kernel.longest_paths"} <= kept_functions
+    assert {"timelines.schedule", "waves.plan", "microbatches.places", "kernel.longest_paths"} <= kept_functions
 
 
 @pytest.mark.processes
@@ -167,7 +167,7 @@ def test_the_planner_compiles_where_nothing_can_be_written() -> None:
     program = (
         "from numba.core import caching\n"
         "caching.CacheImpl._locator_classes = []\n"
-        "from fcp_cli.planning.compiled import room_tree\n"
+        "from fcp_cli.planning.compiled import single_rank_packs as room_tree\n"
         "import numpy as np\n"
         "tree = room_tree.make_tree(3)\n"
         "room_tree.set_room(tree, 2, 5.0, 7)\n"
