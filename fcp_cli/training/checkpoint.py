@@ -32,6 +32,7 @@ from threading import Thread
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -46,6 +47,8 @@ from fcp_cli.runs.checkpoints import (
     sums_of,
     way_back,
 )
+from fcp_cli.runtime import Session
+from fcp_cli.runtime.transport import gather_texts
 from fcp_cli.training.sharding import Shares
 from fcp_cli.training.weights import copy_companions, published_folder
 from fcp_cli.util.files import flush_to_disk, reason_of, write_text_atomically
@@ -323,9 +326,7 @@ class CheckpointSaver:
 
     Args:
         folder: checkpoint folder, shared by all ranks.
-        rank: rank of this process.
-        barrier: waits for all ranks.
-        gather: all-gathers a text.
+        session: session of this rank.
         keep: number of newest checkpoints to keep.
         in_background: whether `save` returns once the state is copied.
         saved: called on rank 0 with folder and step of each complete checkpoint.
@@ -334,18 +335,14 @@ class CheckpointSaver:
     def __init__(
         self,
         folder: Path,
+        session: Session,
         *,
-        rank: int,
-        barrier: Callable[[], None],
-        gather: Callable[[str], list[str]] = lambda text: [text],
         keep: int,
         in_background: bool,
         saved: Callable[[Path, int], None] = lambda path, step: None,
     ) -> None:
         self._folder = folder
-        self._rank = rank
-        self._barrier = barrier
-        self._gather = gather
+        self._session = session
         self._keep = keep
         self._in_background = in_background
         self._saved = saved
@@ -358,13 +355,13 @@ class CheckpointSaver:
         final = self._folder / f"{PREFIX}{header.step:08d}"
         partial = self._folder / f".{final.name}{_PARTIAL}"
         try:
-            if self._rank == 0:
+            if self._session.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         except OSError as error:
             raise _cannot_write(final, error) from error
-        self._barrier()  # rank 0 must empty the folder first
-        captured = capture(state, header, rank=self._rank)
+        dist.barrier()  # rank 0 must empty the folder first
+        captured = capture(state, header, rank=self._session.rank)
         # Copy tensors that the next step may change while they are written, or that are on a device.
         if self._in_background or state.device.type != "cpu":
             captured = self._copies.of(captured)
@@ -383,8 +380,10 @@ class CheckpointSaver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        sums = self._gather(json.dumps({name: asdict(sums) for name, sums in pending.sums.items()}))
-        if self._rank != 0:
+        sums = gather_texts(
+            self._session.world, json.dumps({name: asdict(sums) for name, sums in pending.sums.items()})
+        )
+        if self._session.rank != 0:
             return
         try:
             _name_checkpoint(pending, dict(_told_sums(sums)))
@@ -399,9 +398,9 @@ class CheckpointSaver:
         if self._pending is None:
             return
         self._pending.wait()
-        self._barrier()  # all files must be complete before the rename
+        dist.barrier()  # all files must be complete before the rename
         self.publish()
-        self._barrier()
+        dist.barrier()
 
 
 class _Writing:
