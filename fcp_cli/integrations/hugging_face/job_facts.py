@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from fcp_cli.cost.recipe import Lora
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.base import replaced_packing
 from fcp_cli.integrations.hugging_face.data import (
     CollatedRows,
     RowSize,
@@ -29,6 +28,7 @@ from fcp_cli.integrations.hugging_face.data import (
     has_pictures,
     stored_lengths,
 )
+from fcp_cli.integrations.hugging_face.packing import replaced_packing
 from fcp_cli.plan.file import table_bytes, table_of
 from fcp_cli.plan.metadata import JobFacts, LastBatch, is_launched_without_plan, steps_per_epoch
 from fcp_cli.runtime.online import ProcessControl

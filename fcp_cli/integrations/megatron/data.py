@@ -541,11 +541,17 @@ def share(read: Callable[[], LocalStep], replica: dist.ProcessGroup) -> LocalSte
 
 _SPLITS = "prepare_finetuning_batch"
 _CYCLES = "cyclic_iter"
+_BRIDGE_ADVICE = 'versions 0.3.1 to 0.7.0 have it; set dataset.dataloader_type="single"'
 
 
 def hook_splitting(module: ModuleType) -> None:
     """Skip the split in training steps, detected by enabled gradients; evaluation is unchanged."""
-    _require(module, _SPLITS, ("data_iterator", "num_microbatches", "default_seq_length"))
+    require(
+        module,
+        {_SPLITS: ("data_iterator", "num_microbatches", "default_seq_length")},
+        found="Megatron-Bridge",
+        advice=_BRIDGE_ADVICE,
+    )
     split = getattr(module, _SPLITS)
 
     @wraps(split)
@@ -559,13 +565,8 @@ def hook_splitting(module: ModuleType) -> None:
 
 def hook_cycling(module: ModuleType) -> None:
     """Replace Bridge's endless loader, a generator, with one that exposes its data set."""
-    _require(module, _CYCLES, ())
+    require(module, {_CYCLES: ()}, found="Megatron-Bridge", advice=_BRIDGE_ADVICE)
     setattr(module, _CYCLES, Cycle)
-
-
-def _require(module: ModuleType, name: str, parameters: tuple[str, ...]) -> None:
-    advice = 'versions 0.3.1 to 0.7.0 have it; set dataset.dataloader_type="single"'
-    require(module, name, parameters, found="Megatron-Bridge", advice=advice)
 
 
 class Cycle:
