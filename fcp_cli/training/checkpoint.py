@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fcp_cli.errors import RunError
@@ -218,12 +218,6 @@ def _opened(path: Path) -> Any:
         raise RunError(f"{path} cannot be read ({first_line(error)}); {way_back(path.parent)}") from error
 
 
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers of a model."""
-    saved = model.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
-
-
 def _local(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor, sharing memory."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -311,12 +305,12 @@ def _restore_random_states(states: Mapping[str, Tensor], device: torch.device) -
         getattr(torch, device.type).set_rng_state(states[device.type], device)
 
 
-# Saves checkpoints asynchronously: the state is copied to the host, and a thread writes the copy.
+# Asynchronous saving: the state is copied to the host, and a thread writes the copy.
 #
 # Checkpoint folders appear atomically: ranks write into a hidden folder, which rank 0 renames once all ranks report
-# that their files are on disk. They report in the exchange at the end of each step (`trainer.tell_all`), so no thread
-# takes part in a collective. Before the rename, rank 0 gathers the checksums of all files into `checkpoint.json`. A
-# run killed at any moment keeps its earlier checkpoints.
+# that their files are on disk. They report in the exchange at the end of each step (`trainer.reduce_flags`), so no
+# thread takes part in a collective. Before the rename, rank 0 gathers the checksums of all files into
+# `checkpoint.json`. A run killed at any moment keeps its earlier checkpoints.
 
 _PARTIAL: Final = ".partial"
 
@@ -380,13 +374,17 @@ class CheckpointSaver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        sums = gather_texts(
-            self._session.world, json.dumps({name: asdict(sums) for name, sums in pending.sums.items()})
-        )
+        own = json.dumps({name: asdict(sums) for name, sums in pending.sums.items()})
+        gathered = gather_texts(self._session.world, own)
         if self._session.rank != 0:
             return
+        files = {
+            name: FileSums(bytes=sums["bytes"], crc32=tuple(sums["crc32"]))
+            for text in gathered
+            for name, sums in decode_json(text).items()
+        }
         try:
-            _name_checkpoint(pending, dict(_told_sums(sums)))
+            _name_checkpoint(pending, files)
         except OSError as error:
             raise _cannot_write(pending.final, error) from error
         for old in checkpoints(self._folder)[: -self._keep]:
@@ -477,12 +475,6 @@ class _HostCopies:
         event = device.Event()
         event.record(device.current_stream(self._device))
         return event
-
-
-def _told_sums(texts: Iterable[str]) -> Iterator[tuple[str, FileSums]]:
-    for text in texts:
-        for name, sums in decode_json(text).items():
-            yield name, FileSums(bytes=sums["bytes"], crc32=tuple(sums["crc32"]))
 
 
 def _name_checkpoint(written: _Writing, sums: Mapping[str, FileSums]) -> None:

@@ -1,4 +1,4 @@
-"""The bundled training loop: follows a plan, writes metrics and checkpoints.
+"""The bundled trainer: opens a run, follows its plan, writes metrics and checkpoints.
 
 With `--zero 0` and 1, ranks hold full replicas, whose gradients are reduced once per step after the rank's last
 micro-batch. DistributedDataParallel is not used: it rearranges buckets after the first step, so a resumed run would not
@@ -8,8 +8,9 @@ be bitwise equal. From `--zero 2`, the model is sharded with FSDP2.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -25,9 +26,10 @@ from fcp_cli.models.model import load_model
 from fcp_cli.models.weights import WeightFiles, find_weights
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.checkpoints import CheckpointHeader, check_header, check_unfinished, checkpoints, read_header
+from fcp_cli.runs.owner import own_unless_launched
 from fcp_cli.runs.run_dir import RunPaths
 from fcp_cli.runs.trained_run import require_recorded
-from fcp_cli.runtime import LocalMicroBatch, Session, Step
+from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
 from fcp_cli.runtime.gradients import WEIGHT_DTYPES, GradientSync
 from fcp_cli.runtime.metrics import device_name
 from fcp_cli.runtime.transport import World
@@ -38,11 +40,12 @@ from fcp_cli.training.checkpoint import (
     kept_names,
     load_checkpoint,
     remove_leftovers,
-    saved_buffers,
 )
-from fcp_cli.training.evaluation import evaluate
+from fcp_cli.training.data import open_data
+from fcp_cli.training.evaluation import evaluate, open_held_out
 from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
+from fcp_cli.training.pictures import open_visuals
 from fcp_cli.training.progress import TrainingReport, peak_of, run_facts, utilisation
 from fcp_cli.training.settings import TrainSettings, require_libraries
 from fcp_cli.training.sharding import Replica, describe_offload, open_offload, open_shares
@@ -55,13 +58,94 @@ from fcp_cli.training.weights import (
     draw_weights,
     export_adapters,
     export_model,
+    has_vision,
     load_weights,
     match_weights,
+    model_config,
+    saved_buffers,
     shard_model,
     unexpected_weights,
 )
 from fcp_cli.util.console import note
 from fcp_cli.util.words import counted, short_count
+
+
+def train(settings: TrainSettings, stop: StopRequest) -> bool:
+    """Train on this rank until the last step. Collective.
+
+    Returns:
+        Whether the run finished; False if it was stopped, after saving a checkpoint.
+    """
+    with ExitStack() as stack:
+        if os.environ.get("RANK", "0") == "0":
+            owned = own_unless_launched(settings.run_dir)
+            stack.enter_context(owned or nullcontext())
+        _require_free(settings)
+        fetch, shows_pictures = _open_rows(settings, stack)
+        if has_vision(model_config(settings.model)) and not shows_pictures:
+            settings = replace(settings, freeze_vision=True)  # else weight decay would shrink untrained weights
+        session = stack.enter_context(
+            start(
+                settings.plan,
+                fetch,
+                device=_device(settings.device),
+                grad_ring_dtype=settings.grad_ring_dtype,
+                skip_bad_rows=settings.bad_rows == "skip",
+                metrics=RunPaths(run_dir=settings.run_dir).metrics,
+            )
+        )
+        held_out = None
+        if settings.eval_manifest is not None:
+            held_out = open_held_out(settings, session, lambda theirs: _open_rows(theirs, stack)[0])
+        trainer = stack.enter_context(closing(Trainer(settings, session, held_out)))
+        if session.recorder is not None:
+            _require_shared(trainer.paths, session)
+        return trainer.run(stop)
+
+
+def _open_rows(settings: TrainSettings, stack: ExitStack) -> tuple[Fetch, bool]:
+    """Return the manifest's rows, open until the stack exits, and whether they have images or videos."""
+    visuals = open_visuals(settings, model_config(settings.model))
+    if visuals is not None:
+        stack.callback(visuals.close)
+        return visuals, True
+    tokens = open_data(
+        settings.plan,
+        settings.manifest,
+        vocab_size=load_model(settings.model).vocab_size,
+        seed=settings.seed,
+        length_column=settings.length_column,
+        kept=RunPaths(run_dir=settings.run_dir).origin if settings.resume else None,
+    )
+    return tokens, False
+
+
+def _require_free(settings: TrainSettings) -> None:
+    """Raise RunError if the run directory already has a run; called before any rank writes."""
+    paths = RunPaths(run_dir=settings.run_dir)
+    if not settings.resume and (paths.metrics.exists() or checkpoints(paths.checkpoints)):
+        raise RunError(
+            f"{settings.run_dir} already holds a run; continue it with --resume, or choose another --run-dir"
+        )
+
+
+def _require_shared(paths: RunPaths, session: Session) -> None:
+    """Check that all ranks see rank 0's files: else checkpoints would be scattered over nodes."""
+    dist.barrier()
+    missing = torch.zeros(1, device=session.device)
+    missing += not paths.metrics.exists()
+    session.world.all_reduce_sum(missing)
+    if missing.item():
+        raise RunError(
+            f"{int(missing.item())} ranks do not see the run directory {paths.run_dir} of rank 0; choose a --run-dir "
+            "on a file system that all nodes share"
+        )
+
+
+def _device(kind: str) -> torch.device | None:
+    if kind == "auto":
+        return None
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 class Trainer:
@@ -194,7 +278,7 @@ class Trainer:
         loss = step.reduced_loss()
         self._require_finite(step, loss, float(grad_norm))
         step.note(loss=loss, grad_norm=float(grad_norm), learning_rate=learning_rate)
-        stopping, writing = tell_all(self.session.world, stop=bool(stop), writing=self.saver.is_writing)
+        stopping, writing = reduce_flags(self.session.world, stop=bool(stop), writing=self.saver.is_writing)
         if not writing:
             self.saver.publish()
         if self.session.recorder is not None:  # before saving the step, so that a resumed run has its record
@@ -384,7 +468,7 @@ class Trainer:
             self._report.close()
 
 
-def tell_all(world: World, *, stop: bool, writing: bool) -> tuple[bool, bool]:
+def reduce_flags(world: World, *, stop: bool, writing: bool) -> tuple[bool, bool]:
     """Return whether any rank was asked to stop, and whether any is writing a checkpoint; equal on all ranks.
 
     Exchanged between hosts, so that no accelerator waits.

@@ -23,10 +23,10 @@ from fcp_cli.training.checkpoint import (
     TrainState,
     load_checkpoint,
     remove_leftovers,
-    saved_buffers,
     write_files,
 )
 from fcp_cli.training.sharding import Shares
+from fcp_cli.training.weights import saved_buffers
 from tests.launching.jobs import plan_metadata
 from tests.messages import raises, settled
 
