@@ -245,7 +245,7 @@ def check_steps(metadata: PlanMetadata, plan: Any, wanted: int, asked: str) -> N
         )
 
 
-# Checks, by running them, whether methods overridden by a script's trainer can follow a plan.
+# Methods overridden by a script's trainer, checked by running them.
 #
 # Overrides run unchanged. A `training_step` must call the Trainer's own exactly once and return its result; a loader
 # may be built in any way, as long as it visits rows at random or in order. `own_loss` checks `compute_loss`.

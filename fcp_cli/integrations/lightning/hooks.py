@@ -100,7 +100,7 @@ def _hook_steps(automatic: Any) -> None:
     loop_class._make_closure = _make_closure
 
 
-# Provides the steps of a plan as a data loader for Lightning's Trainer.
+# Manual optimization: the steps of a plan as a data loader.
 #
 #     class Model(lightning.LightningModule):
 #         automatic_optimization = False

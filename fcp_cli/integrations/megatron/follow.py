@@ -358,7 +358,7 @@ def _checked_loss(
     return checked
 
 
-# Keeps Megatron's DDP from communicating within the forwards and backwards of a planned step, which could deadlock.
+# Communication of Megatron's DDP outside of the forwards and backwards of a planned step, where it could deadlock.
 #
 # Members of a ring may be at different points of their step: it is the last micro-batch of one and not of another. An
 # all-rank reduction or gather between two hops of the ring would wait for a rank that itself waits for the next hop.
