@@ -1,4 +1,4 @@
-"""The run directory, `runs/NAME-NNN`, and every path inside it."""
+"""The run directory, `runs/NAME-NNN`: every path inside it, and its small JSON files with their readers and writers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RunPaths:
 
     @property
     def stopped(self) -> Path:
-        """Checkpoint of a script whose trainer was stopped; see `runs.stopped_script`."""
+        """Checkpoint of a script whose trainer was stopped; see `StoppedScript`."""
         return self.run_dir / "stopped.json"
 
     @property
@@ -232,8 +232,6 @@ def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:
         paths.versions, json.dumps(facts_document(collect_facts(asks_torch=has_driver_files())), indent=2) + "\n"
     )
 
-
-# Reads small JSON files of a run directory into validated values.
 
 T = TypeVar("T")
 

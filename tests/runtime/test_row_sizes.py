@@ -18,7 +18,7 @@ pytest.importorskip("PIL", reason="Pillow is not installed")
 
 from PIL import Image, ImageFile
 
-from fcp_cli.integrations.hugging_face.data import RowSize, RowSizes, blank_pixels
+from fcp_cli.integrations.hugging_face.row_sizes import RowSize, RowSizes, blank_pixels
 from tests.manifest.picture_checkpoint import (
     Family,
     image_processor,

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.base import refuse
 from fcp_cli.integrations.megatron import checks
 from fcp_cli.integrations.megatron.data import (
     LOSS_MASK,
@@ -28,7 +29,7 @@ from fcp_cli.integrations.megatron.data import (
     load_shard,
     padding_report,
 )
-from fcp_cli.integrations.megatron.model import Stack, device_of, recompute_as_needed, unwrapped
+from fcp_cli.integrations.megatron.model import MegatronStack, device_of, recompute_as_needed, unwrapped
 from fcp_cli.integrations.megatron.probe import probe
 from fcp_cli.integrations.megatron.transformer_engine import PlanProcessGroups, make_rings, wants_rings
 from fcp_cli.plan.metadata import PlanMetadata
@@ -53,10 +54,12 @@ class Follower:
         stack: stack of the model.
     """
 
-    def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:
+    def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: MegatronStack) -> None:
         end_with_launcher()
         self.stack = stack
-        self._chunks = checks.check_chunks(arguments["model"])
+        model = arguments["model"]
+        self._chunks = list(model) if isinstance(model, list) else [model]  # one per virtual stage
+        refuse(checks.sharding_refusals(self._chunks))
         self._config = get_model_config(self._chunks[0])  # the only one that the schedule reads
         models = [unwrapped(chunk) for chunk in self._chunks]
         for model in models:
@@ -111,19 +114,21 @@ class Follower:
         require_training(metadata, self._plan, None if self.stack.recomputes_as_needed else self.stack.name)
         if not self.stack.follows_masks:
             require_causal(metadata, self._plan, self.stack.name)
-        checks.check_interleaving(
-            self._config,
-            len(self._chunks),
-            metadata.virtual_stages,
-            stages=pipeline_parallel,
-            is_sharded=self._sharded,
-        )
-        checks.check_waves(
-            pipeline_parallel,
-            parallel_state.get_expert_model_parallel_world_size(),
-            metadata.sync,
-            times_pipelines=metadata.pipeline is not None,
-            sharded=self._sharded,
+        refuse(
+            checks.interleaving_refusals(
+                self._config,
+                len(self._chunks),
+                metadata.virtual_stages,
+                stages=pipeline_parallel,
+                is_sharded=self._sharded,
+            ),
+            checks.wave_refusals(
+                pipeline_parallel,
+                parallel_state.get_expert_model_parallel_world_size(),
+                metadata.sync,
+                times_pipelines=metadata.pipeline is not None,
+                sharded=self._sharded,
+            ),
         )
         if pipeline_parallel > 1:
             self._config.variable_seq_lengths = True  # makes stages exchange shapes
@@ -353,7 +358,7 @@ def _checked_loss(
     return checked
 
 
-# Keeps Megatron's DDP from communicating within the forwards and backwards of a planned step, which could deadlock.
+# Communication of Megatron's DDP outside of the forwards and backwards of a planned step, where it could deadlock.
 #
 # Members of a ring may be at different points of their step: it is the last micro-batch of one and not of another. An
 # all-rank reduction or gather between two hops of the ring would wait for a rank that itself waits for the next hop.

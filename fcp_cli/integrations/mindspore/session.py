@@ -220,7 +220,7 @@ def _sequence(fetch: Fetch, at: int, length: int) -> IntArray:
     return tokens[:length]
 
 
-# Metrics of a MindSpore job (`fcp-metrics/1`), gathered from all ranks after each step and written by rank 0.
+# Metrics (`fcp-metrics/1`), gathered from all ranks after each step and written by rank 0.
 #
 # PyNative mode is asynchronous, so each micro-batch ends with a device synchronization if metrics are enabled.
 
