@@ -94,7 +94,7 @@ def test_timing_ends_with_its_budget(hopper: Any, monkeypatch: pytest.MonkeyPatc
     from fcp_cli.profiling import timing as timings
     from fcp_cli.runtime.kernels.select import Signature
 
-    monkeypatch.setattr(timings, "calls", lambda most: [timing.Call(lengths=(8,), causal=True)])
+    monkeypatch.setattr(timings, "calls", lambda most: [timings.Call(lengths=(8,), causal=True)])
     signature = Signature(2, 1, 16, 16, torch.float32)
     assert timings.time_kernels(torch.device("cpu"), signature, 256, budget_seconds=-1) == []
 
