@@ -57,16 +57,18 @@ def selftest(options: SelftestOptions) -> None:
     """
     from tempfile import TemporaryDirectory
 
-    from fcp_cli.verification.selftest import run_selftest
+    from fcp_cli.util.processes import torchrun_argv
+    from fcp_cli.verification.selftest import WORKER, watch
 
     if options.nodes > 1:
         _print_commands(options)
         return
     with TemporaryDirectory(prefix="fcp-selftest-") as folder:
         measurement = _prepare(options, Path(folder))
-        report = run_selftest(
-            _settings(options, measurement, Path(folder)),
-            ranks=measurement.ranks,
+        settings = _settings(options, measurement, Path(folder))
+        report = watch(
+            settings,
+            [*torchrun_argv(measurement.ranks), *WORKER, str(settings.write())],
             environment=_environment(measurement),
             limit_seconds=options.limit,
             on_progress=note,
