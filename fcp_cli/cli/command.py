@@ -370,9 +370,8 @@ def _config_key(context: Any) -> str:
     return ".".join(words)
 
 
-# Names accepted by options (models, clusters, solvers, ...), for `fcp list` and shell completion.
-
 Known = Literal["models", "clusters", "solvers", "targets", "integrations"]
+"""Kinds of names that options accept, for `fcp list` and shell completion."""
 KINDS: Final[tuple[Known, ...]] = get_args(Known)
 OF_OPTION: Final[dict[str, Known]] = {
     "model": "models",

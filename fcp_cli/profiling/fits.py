@@ -1,4 +1,8 @@
-"""Fits a cost profile to samples; its measurement block records samples, machine and fit errors."""
+"""Fits a cost profile to samples; its measurement block records samples, machine and fit errors.
+
+Memory is measured bytes per token, and everything else of the memory model. Times are measured with all weights
+trained, and scaled for a job that trains part of the model. A vision encoder is fitted trained and frozen.
+"""
 
 from __future__ import annotations
 
@@ -372,9 +376,6 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-# Memory block of a measured profile: measured bytes per token, everything else from the memory model.
-
-
 def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cpu: bool) -> JobRanks:
     """Return the ranks of a profile's memory: those measured, or the full cluster that a single rank represents."""
     per_node = ranks // nodes
@@ -391,7 +392,7 @@ def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFigures:
-    """Memory of a profile.
+    """Memory of a measured profile.
 
     Attributes:
         spec, recipe, sync, place: model, recipe, sync and ranks of the job.
@@ -501,9 +502,6 @@ def readings(samples: SamplesFile, layers: int) -> list[tuple[float, float]]:
     ]
 
 
-# Converts times measured with all weights trained to a job that trains only part of the model.
-
-
 def measured_recipe(spec: ModelSpec, recipe: Recipe) -> Recipe:
     """Return the recipe under which packs are measured: the full language model is trained.
 
@@ -543,9 +541,6 @@ def heads_of_trained(heads: Heads, whole: Heads, tuned: Heads) -> Heads:
     names = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token", "exchange_seconds")
     counted = {name: getattr(tuned, name) / getattr(whole, name) for name in names}
     return replace(heads, **{name: ratio * getattr(heads, name) for name, ratio in counted.items()})
-
-
-# Fits vision encoder coefficients, trained and frozen, to samples.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
