@@ -2,7 +2,7 @@
 
 The library works with the dataclass itself. Its annotations define flags, metavars, defaults, limits, help, `fcp.yaml`
 keys, environment variables and the reference page. This module does not import typer, so that library packages can
-declare their own options; `command_line.takes` turns them into a command.
+declare their own options; `cli.command.takes` turns them into a command.
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class ClusterOptions:
@@ -11,7 +11,7 @@ declare their own options; `command_line.takes` turns them into a command.
     @dataclass(frozen=True, kw_only=True, slots=True)
     class PlanOptions:
         manifest: Annotated[Path, Arg("Parquet with lengths.")]
-        cluster: Annotated[ClusterOptions, Group("Cluster")] = ClusterOptions()
+        cluster: Annotated[ClusterOptions, OptionGroup("Cluster")] = ClusterOptions()
 
 Fields without such an annotation are not options: they need a default, which the command line never changes.
 """
