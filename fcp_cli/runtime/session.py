@@ -364,7 +364,7 @@ def _measured_stream(online: OnlineSettings, plan: Path) -> str | Path | None:
 def _agree_on_kernels(world: ProcessWorld, device: torch.device, metadata: PlanMetadata) -> None:
     """Choose the attention kernels of CUDA devices. Other devices have a single kernel."""
     if device.type == "cuda":
-        from fcp_cli.runtime.rank_agreement import prefer_agreed_kernels
+        from fcp_cli.runtime.kernel_agreement import prefer_agreed_kernels
 
         prefer_agreed_kernels(world, device, metadata)
 
