@@ -371,7 +371,7 @@ def _finish_step(step: RankStep, begun: Sequence[Callable[[], ShardT]], device: 
     loaded = LoadedStep(plan=step, shards=tuple(finish() for finish in begun))
     for shard in loaded.shards:
         # Computed in the loader's thread, so that the first layer's attention does not wait for it.
-        ring, place = shard.layout.ring, shard.member // shard.layout.heads_degree
+        ring, place = shard.layout.ring, shard.member // shard.layout.ulysses_degree
         for source in range(ring.degree):
             ring.hops(place, source, packed=device.type != "cpu")
     return loaded.pinned() if device.type == "cuda" else loaded
