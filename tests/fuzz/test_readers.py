@@ -59,7 +59,7 @@ EXCEPTIONS = {
     "fcp_cli/integrations/hugging_face/loops.py:AcceleratedLoop.load": _RANKS,
     "fcp_cli/runtime/online_job.py:_wish": _RANKS,
     "fcp_cli/runtime/online.py:StreamCursor.__init__": _RANKS,
-    "fcp_cli/runtime/session.py:Session._recorded": _RANKS,
+    "fcp_cli/runtime/session.py:Session.steps": _RANKS,
     "fcp_cli/verification/selftest.py:Diary.read": _OWN,
     "fcp_cli/verification/selftest.py:_findings": _OWN,
     "fcp_cli/verification/selftest.py:read_settings": _OWN,

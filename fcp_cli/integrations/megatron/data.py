@@ -31,9 +31,9 @@ from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.setup import held_tokens, padded_tokens, padding_multiple
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.cursor import PlanCursor, Prefetched, note_follower, require_length
+from fcp_cli.runtime.cursor import PlanCursor, Prefetched, RankMicroBatches, note_follower, require_length
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.loader import LoadedStep, load_steps, require_same
+from fcp_cli.runtime.loader import load_steps, pinned, require_same
 from fcp_cli.runtime.ring import Ring
 from fcp_cli.util.masks import CAUSAL, Mask, MaskRows, segments
 
@@ -155,7 +155,7 @@ class LocalShard:
         )
 
 
-LocalStep: TypeAlias = LoadedStep[LocalShard]
+LocalMicroBatches: TypeAlias = RankMicroBatches[LocalShard]
 
 
 def find_samples(data_iterator: Any) -> Samples:
@@ -509,11 +509,11 @@ class PlannedData:
         self._replica = parallel_state.get_model_parallel_group()
         self._shares_data: bool | None = None
         self._iterator: Any = None
-        self._steps: Prefetched[LocalStep] | None = None
-        self._current: LocalStep | None = None
+        self._steps: Prefetched[LocalMicroBatches] | None = None
+        self._current: LocalMicroBatches | None = None
         self._next_step = 0
 
-    def next_step(self, data_iterator: Any) -> LocalStep:
+    def next_step(self, data_iterator: Any) -> LocalMicroBatches:
         """Return the next step, read here, or broadcast by the process of this replica that reads data."""
         if self._shares_data is None:
             self._shares_data = shares_data(data_iterator, self._replica, self._device)
@@ -522,9 +522,9 @@ class PlannedData:
             return read()
         note_follower(self._plan)  # processes that receive the step never read the plan file
         step = share(read, self._replica)
-        return step.pinned() if self._device.type == "cuda" else step
+        return pinned(step) if self._device.type == "cuda" else step
 
-    def _read(self, data_iterator: Any) -> LocalStep:
+    def _read(self, data_iterator: Any) -> LocalMicroBatches:
         if data_iterator is not self._iterator or self._steps is None:
             self._open(data_iterator)
         assert self._steps is not None
@@ -537,7 +537,7 @@ class PlannedData:
                 f"the plan {self._plan} ends after {self._metadata.steps} steps, but the script trains on; plan more "
                 "with 'fcp plan --epochs'"
             )
-        self._current, self._next_step = step, step.plan.step + 1
+        self._current, self._next_step = step, step.step + 1
         return step
 
     def _open(self, data_iterator: Any) -> None:
@@ -643,12 +643,12 @@ def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.de
     return bool(lacking)
 
 
-def share(read: Callable[[], LocalStep], replica: dist.ProcessGroup) -> LocalStep:
+def share(read: Callable[[], LocalMicroBatches], replica: dist.ProcessGroup) -> LocalMicroBatches:
     """Read a step on the first process of a replica, and broadcast it to all. Collective."""
     first = dist.get_process_group_ranks(replica)[0]
     found: list[Any] = [read() if dist.get_rank() == first else None]
     dist.broadcast_object_list(found, src=first, group=replica)
-    step: LocalStep = found[0]
+    step: LocalMicroBatches = found[0]
     return step
 
 

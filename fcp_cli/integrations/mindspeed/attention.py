@@ -167,13 +167,13 @@ def attend_on_mindspeed(
         [tokens, heads, head_dim].
     """
     ring.attention_calls += 1
-    if ring.heads_degree == 1:
+    if ring.ulysses_degree == 1:
         return _around_ring(ring, query, key, value, scale, group, settings)
     ring.check_shapes(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)))
     exchange = ring.head_exchange()
     query, key, value = Swapped.apply(exchange, None, query, key, value)  # type: ignore[no-untyped-call]
     out = _around_ring(ring.ring_of_head_group(), query, key, value, scale, group, settings)
-    (own,) = Swapped.apply(exchange, (out.shape[1] * ring.heads_degree,), out)  # type: ignore[no-untyped-call]
+    (own,) = Swapped.apply(exchange, (out.shape[1] * ring.ulysses_degree,), out)  # type: ignore[no-untyped-call]
     back: Tensor = own
     return back
 

@@ -605,7 +605,7 @@ def steps_planned(
     for step in range(len(batches)):
         for each in models:
             each.zero_grad_buffer()
-        with mock.patch.object(follower.watch, "go_on", wraps=follower.watch.go_on) as begun:
+        with mock.patch.object(follower.watch, "begin", wraps=follower.watch.begin) as begun:
             follower.run(run, arguments)
         assert {call.args[0] for call in begun.call_args_list} == {step}, "each micro-batch is watched"
         found.append(take())
