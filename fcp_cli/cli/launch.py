@@ -62,15 +62,8 @@ def launch(options: LaunchRequest) -> None:
 
 def _refuse_unused(options: LaunchRequest) -> None:
     """Raise UsageError for options that would have no effect."""
-    if not options.program:
-        if options.inject is not None:
-            raise UsageError("--inject is for a script or command of your own, given after --")
-        if options.probe is not None:  # `fcp verify` covers the bundled trainer
-            raise UsageError(
-                "--probe and --no-probe are for a script of your own, given after --; see also 'fcp verify'"
-            )
-    if options.probe and options.inject == "none":
-        raise UsageError("--probe needs hooks, which --inject none disables")
+    if not options.program and options.inject is not None:
+        raise UsageError("--inject is for a script or command of your own, given after --")
     if options.inject == "env" and options.online:
         raise UsageError("--online is for jobs that fcp starts, --inject env for commands that start their own ranks")
     if options.inject == "env" and (options.explain or options.preflight):
@@ -141,8 +134,6 @@ def _launch(options: LaunchRequest) -> None:
 
 
 def _launch_job(job: Job, options: LaunchRequest, owned: Ownership | None = None) -> None:
-    if options.force and options.output is None:
-        raise UsageError("--force replaces files in the folder of -o; give -o too")
     if options.output is not None and job.cluster is None:
         raise UsageError("-o writes the files of a cluster job; name one with --target, or see --dry-run")
     findings, memory = _findings(job)
@@ -275,7 +266,7 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
         headed = [f"# ---- {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
         sys.stdout.write("" if options.json else "".join(headed))
     elif output is not None:
-        _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()}, force=options.force)
+        _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()})
         note(f"start the job with: {shlex.join(start_command(target, job, output))}")
     elif owned is not None:
         answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned)}
@@ -283,10 +274,10 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
         print_json({**asdict(record), **answer})
 
 
-def _write(folder: Path, files: Mapping[str, str], *, force: bool) -> None:
+def _write(folder: Path, files: Mapping[str, str], *, overwrite: bool = False) -> None:
     from fcp_cli.launching.targets import write_files
 
-    write_files(folder, files, overwrite=force)
+    write_files(folder, files, overwrite=overwrite)
     note(f"wrote {', '.join(str(folder / name) for name in files)}")
 
 
@@ -309,7 +300,7 @@ def _start(
     write_record(job.run_dir, job.plan.absolute(), job.metadata)
     write_launch(job.run_dir, record)
     job.paths.logs.mkdir(exist_ok=True)
-    _write(job.run_dir, files, force=True)  # may only replace files of this run's earlier start
+    _write(job.run_dir, files, overwrite=True)  # may only replace files of this run's earlier start
     if not is_slurm:
         note(f"start the job with: {shlex.join(command)}")
         return ""

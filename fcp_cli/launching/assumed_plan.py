@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fcp_cli.errors import UsageError
 from fcp_cli.launching.job import unmade_plan
-from fcp_cli.launching.request import LOCAL, STREAM_OPTIONS, LaunchRequest
+from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import OnlineOptions, OnlineSettings, PlanMetadata, PlanningWish
 from fcp_cli.planning.candidates import solver_of
@@ -118,7 +118,5 @@ def online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -
     wanted = PlanRequest(profile=request.profile, model=request.model, ranks=request.ranks)
     problem, _budget = resolve_problem(wanted, assumed, data=unknown_lengths())
     batching = stream_batching(request.global_batch_size, request.global_batch_tokens)
-    given = {name: value for name in STREAM_OPTIONS if (value := getattr(request, name)) is not None}
-    options = OnlineOptions(**given)
     metadata = stream_metadata(problem, solver_of(problem), request.global_batch_size, batching)
-    return OnlineSettings(metadata=metadata, options=options)
+    return OnlineSettings(metadata=metadata, options=OnlineOptions())

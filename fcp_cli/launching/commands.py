@@ -164,19 +164,16 @@ def _imported_by(node: ast.AST) -> list[str]:
     return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
 
 
-def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
+def probe_variable(*, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
     """Return the variable that enables the probe, a numeric comparison before the first step.
 
     Args:
-        wanted: True for --probe, False for --no-probe, None: in a plan's first run.
         run_dir: run directory, whose record tells whether it has followed this plan before.
         plan_hash: hash of the plan.
         given: the user's environment.
     """
     value, source, is_given = given.get(PROBE_VARIABLE), "your environment", True
-    if wanted is not None:
-        value, source, is_given = str(int(wanted)), "--probe" if wanted else "--no-probe", False
-    elif value is None:
+    if value is None:
         is_first = not has_followed(run_dir, plan_hash)
         source = (
             "the first run of this plan in the run directory"

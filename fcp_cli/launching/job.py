@@ -68,7 +68,6 @@ class Cluster:
         name: job name; lower-case letters, digits and dashes, starting with a letter.
         directory: working directory of the program.
         interface_variables: names of variables that each node sets to its network interface.
-        namespace: Kubernetes namespace; "": kubectl's current one.
         output: folder for the batch script's output under Slurm; None: the run's logs.
         record: launch record that node 0 copies to the run directory; None: it is already there.
         values: template variables set by options; see docs/reference/templates.md.
@@ -77,7 +76,6 @@ class Cluster:
     name: str
     directory: Path
     interface_variables: tuple[str, ...] = ()
-    namespace: str = ""
     output: Path | None = None
     record: Path | None = None
     values: Mapping[str, Any] = field(default_factory=dict)

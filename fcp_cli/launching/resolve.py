@@ -24,7 +24,7 @@ from fcp_cli.launching.commands import (
 from fcp_cli.launching.console_scripts import python_program
 from fcp_cli.launching.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job import ADDRESS_TO_FILL_IN, MODEL_VARIABLE, Job, Variable, check_ranks, place, planned_nodes
-from fcp_cli.launching.request import LOCAL, STREAM_OPTIONS, LaunchRequest, NumaBinding
+from fcp_cli.launching.request import LOCAL, LaunchRequest, NumaBinding
 from fcp_cli.launching.target_options import choose_target, cluster_machine, for_cluster, hosts_of, refuse_local_options
 from fcp_cli.launching.trainer_settings import model_of_run, recorded_settings, run_dir_of, trainer_settings
 from fcp_cli.models.model import load_model
@@ -106,8 +106,6 @@ def _require_model(request: LaunchRequest, target: str) -> None:
 
 def _refuse_without_online(request: LaunchRequest, *, has_profile: bool) -> None:
     """Raise UsageError for options of online jobs; --profile is also valid if the loop requests its plan."""
-    for name in (name for name in STREAM_OPTIONS if getattr(request, name) is not None):
-        raise UsageError(f"--{name.replace('_', '-')} is for --online; a plan is made before its run")
     names = (*(() if has_profile else ("profile",)), "global_batch_size", "global_batch_tokens")
     for name in (name for name in names if getattr(request, name) is not None):
         flag = name.replace("_", "-")
@@ -213,7 +211,7 @@ def _probe_variables(request: LaunchRequest, run_dir: Path, metadata: PlanMetada
     """Return the probe variable; () for programs without hooks."""
     if not request.program or request.inject == "none":
         return ()
-    return (probe_variable(request.probe, run_dir=run_dir, plan_hash=metadata.plan_hash, given=os.environ),)
+    return (probe_variable(run_dir=run_dir, plan_hash=metadata.plan_hash, given=os.environ),)
 
 
 def _machine(

@@ -63,10 +63,7 @@ class Target:
     start: Callable[[Path], tuple[str, ...]]
 
 
-_OF_CONTAINERS = frozenset(
-    {"image", "mount", "namespace", "request", "node_selector", "toleration", "env_secret", "pull_secret"}
-    | {"rdma_resource", "host_network", "shm_size", "job_name"}
-)
+_OF_CONTAINERS = frozenset({"image", "mount"})
 
 
 def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job], NodeFacts]:
@@ -112,37 +109,26 @@ TARGETS = {
     ),
     "slurm": Target(
         template="job.sbatch",
-        options=frozenset({"sbatch_option", "srun_option", "setup", "job_name"}),
+        options=frozenset({"sbatch_option", "srun_option", "setup"}),
         node=_node("SLURM_NODEID", variable("MASTER_ADDR"), log=variable("STARTED")),
         start=lambda folder: ("sbatch", str(folder / "job.sbatch")),
     ),
     # A TrainJob's JobSet has the TrainJob's name.
     "trainjob": _on_kubernetes("trainjob.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
-    "pytorchjob": _on_kubernetes("pytorchjob.yaml", rank="RANK", first_node=variable("MASTER_ADDR")),
     "skypilot": Target(
         template="skypilot.yaml",
-        options=frozenset({"image", "accelerator", "setup", "job_name"}),
+        options=frozenset({"image", "setup"}),
         node=_node("SKYPILOT_NODE_RANK", variable("MASTER_ADDR")),
         start=lambda folder: ("sky", "launch", str(folder / "skypilot.yaml")),
     ),
-    "dstack": Target(
-        template="dstack.yaml",
-        options=frozenset({"image", "accelerator", "setup", "job_name"}),
-        is_container=True,
-        node=_node("DSTACK_NODE_RANK", variable("DSTACK_MASTER_NODE_IP")),
-        start=lambda folder: ("dstack", "apply", "-f", str(folder / "dstack.yaml")),
-    ),
     "ray": Target(
         template="ray_job.py",
-        options=frozenset({"job_name"}),
         node=_node("NODE_RANK", variable("MASTER_ADDR")),
         ready=job.kubernetes_word,  # the script replaces $(NAME) like Kubernetes
         start=lambda folder: ("ray", "job", "submit", "--", "python", str(folder / "ray_job.py")),
     ),
     # JobSet gives every pod a name: set-job-number-index.set
     "jobset": _on_kubernetes("jobset.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
-    # The svc plugin gives every pod this name: job-task-index.job
-    "volcano": _on_kubernetes("volcano.yaml", rank="VC_TASK_INDEX", first_node="{name}-node-0.{name}"),
 }
 
 
@@ -360,7 +346,6 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
         "environment": {name: ready(value) for name, value in node_environment(job).items()},
         "command": [ready(word) for word in command],
         "hosts": list(job.hosts),
-        "namespace": cluster.namespace,
         "output": _sbatch_output(cluster.output or job.paths.logs),
         **cluster.values,
         "srun_options": [ready(option) for option in cluster.values["srun_options"]],
@@ -387,7 +372,7 @@ def write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> N
     """Write each file atomically to a folder, created if missing; existing files raise FcpError unless `overwrite`."""
     for name in files:
         if not overwrite and (folder / name).exists():
-            raise FcpError(f"{folder / name} is there already; replace it with --force, or choose another folder")
+            raise FcpError(f"{folder / name} is there already; remove it, or choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
