@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.job import THIS_MACHINE, Cluster, Job, planned_cluster
+from fcp_cli.launching.job import THIS_MACHINE, Job, planned_cluster
 from fcp_cli.launching.request import LOCAL, ClusterOptions
-from fcp_cli.launching.targets import ALSO_CALLED, TARGETS, Target, job_name, target_of
+from fcp_cli.launching.targets import ALSO_CALLED, TARGETS, Target, target_of
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.util.console import Assumptions
 from fcp_cli.util.inputs import read_text
@@ -125,7 +125,7 @@ def _device_kind(cluster: str) -> str:
         return "npu" if "ascend" in cluster.lower() else "cuda"
 
 
-def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
+def for_cluster(request: ClusterOptions, job: Job, output: Path | None, assumed: Assumptions) -> Job:
     """Complete a resolved job with the fields that its target's templates need.
 
     Communication variables that the user has exported here are also set on the nodes.
@@ -149,12 +149,8 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
         },
         hosts=hosts,
         master_addr=hosts[0] if hosts else job.master_addr,
-        cluster=Cluster(
-            name=job_name(job.run_dir.name),
-            directory=Path.cwd(),
-            interface_variables=tuple(v.name for v in job.variables if not v.value),
-            values=option_values(request, target, job, assumed),
-        ),
+        output=output,
+        values=option_values(request, target, job, assumed),
     )
 
 

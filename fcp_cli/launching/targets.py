@@ -26,6 +26,7 @@ from fcp_cli.launching import job
 from fcp_cli.launching.commands import node_argv, node_environment
 from fcp_cli.launching.job import Job, variable
 from fcp_cli.launching.request import LOCAL
+from fcp_cli.runs.run_dir import RunPaths
 from fcp_cli.util.files import shipped, write_text_atomically
 from fcp_cli.util.inputs import read_text
 from fcp_cli.util.plugins import Registry
@@ -73,8 +74,7 @@ def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job],
     """
 
     def node(job: Job) -> NodeFacts:
-        assert job.cluster is not None
-        name, number = job.cluster.name, variable(rank)
+        name, number = job_name(job.run_dir.name), variable(rank)
         log_name = f"{log.format(name=name)}-node{number}"
         return NodeFacts(rank=number, master_addr=first_node.format(name=name), log_name=log_name)
 
@@ -317,38 +317,36 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
     """Return all template variables; see docs/reference/templates.md.
 
     Args:
-        job: job with `cluster` set.
+        job: job for a cluster.
         node: rank and master address as placeholders.
         ready: quotes a word for the file: `shell.quote` or `shell.kubernetes_word`.
     """
-    cluster = job.cluster
-    assert cluster is not None
     log_dir = job.paths.logs / node.log_name
     job = replace(job, master_addr=node.master_addr, log_dir=log_dir)
     command = [
         *(job.python, "-m", "fcp_cli.launching.node", f"--node-rank={node.rank}", f"--log-dir={log_dir}"),
-        *(f"--interface-for={name}" for name in cluster.interface_variables),
+        *(f"--interface-for={variable.name}" for variable in job.variables if not variable.value),
         *((f"--master-addr={node.master_addr}", f"--master-port={job.master_port}") if job.num_nodes > 1 else ()),
-        *((f"--record={cluster.record}",) if cluster.record is not None else ()),
+        *(() if job.output is None else (f"--record={RunPaths(run_dir=job.output).launch}",)),
         *("--", *node_argv(job, node_rank=node.rank)),
     ]
     return {
         "fcp_version": __version__,
-        "job_name": cluster.name,
+        "job_name": job_name(job.run_dir.name),
         "launcher": job.launcher,
         "device": job.stack,
         "num_nodes": job.num_nodes,
         "processes_per_node": job.processes_per_node,
         "plan": str(job.plan.absolute()),
         "run_dir": str(job.run_dir),
-        "directory": str(cluster.directory),
+        "directory": str(job.directory),
         "master_port": job.master_port,
         "environment": {name: ready(value) for name, value in node_environment(job).items()},
         "command": [ready(word) for word in command],
         "hosts": list(job.hosts),
-        "output": _sbatch_output(cluster.output or job.paths.logs),
-        **cluster.values,
-        "srun_options": [ready(option) for option in cluster.values["srun_options"]],
+        "output": _sbatch_output(job.output or job.paths.logs),
+        **job.values,
+        "srun_options": [ready(option) for option in job.values["srun_options"]],
     }
 
 

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fcp_cli import __version__
 from fcp_cli.errors import RunError
 from fcp_cli.profiling.measure import reason_in_log
 from fcp_cli.util.files import write_text_atomically
+from fcp_cli.util.findings import Finding
 from fcp_cli.util.inputs import decode_json, read_json
 from fcp_cli.util.processes import descendants, kill_tree, send, torchrun_argv
 
@@ -176,23 +177,6 @@ def read_settings(path: Path) -> Settings:
 
 
 # Findings of checks: their text for an issue, and their transfer from the ranks to the parent process.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Result of a check.
-
-    Attributes:
-        name: name of the check.
-        passed: whether it passed; None if it only measures.
-        lines: lines of the text report.
-        figures: values for the JSON document.
-    """
-
-    name: str
-    passed: bool | None
-    lines: tuple[str, ...]
-    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

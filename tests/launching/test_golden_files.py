@@ -32,8 +32,8 @@ HERE = Path(__file__).parent
 def on_cluster(**changed: Any) -> Job:
     """Return the job with other values of its options."""
     job = cluster_job()
-    assert job.cluster is not None and changed.keys() <= job.cluster.values.keys()
-    return replace(job, cluster=replace(job.cluster, values={**job.cluster.values, **changed}))
+    assert changed.keys() <= job.values.keys()
+    return replace(job, values={**job.values, **changed})
 
 
 CASES = {

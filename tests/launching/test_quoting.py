@@ -53,13 +53,13 @@ class Probe:
         here = self.folder / "it's a folder"
         here.mkdir(exist_ok=True)
         job = cluster_job(device="cpu")
-        assert job.cluster is not None
         return replace(
             job,
             python=str(self.folder / "bin" / "probe"),
             arguments=tuple(arguments),
             environment={"NOTE": note},
-            cluster=replace(job.cluster, directory=here, values={**job.cluster.values, "setup": ()}),
+            directory=here,
+            values={**job.values, "setup": ()},
         )
 
     def heard(self) -> tuple[list[str], str, str]:
@@ -99,7 +99,7 @@ def test_every_argument_goes_through_the_scripts_and_a_real_bash(probe: Probe, t
         words, heard_note, here = probe.heard()
         assert words[words.index("fcp_cli.training.train") + 1 :] == arguments
         assert heard_note == note
-        assert here.rstrip("\n") == str(job.cluster and job.cluster.directory)
+        assert here.rstrip("\n") == str(job.directory)
 
     check()
 
