@@ -32,9 +32,12 @@ from fcp_cli.util.console import (
 from fcp_cli.util.words import counted, duration
 
 if TYPE_CHECKING:
+    from fcp_cli.launching.failure import Failure
     from fcp_cli.launching.job import Job
     from fcp_cli.launching.memory_check import JobMemory
     from fcp_cli.launching.resolve import Claim
+    from fcp_cli.launching.supervise import JobOutcome, RunProgress
+    from fcp_cli.runs.metrics_reader import RunSummary
     from fcp_cli.runs.owner import Ownership
     from fcp_cli.runs.run_dir import LaunchRecord
     from fcp_cli.util.findings import Finding
@@ -238,7 +241,7 @@ def _explain(job: Job, *, json: bool) -> None:
         console.print(explanation_table(job, console.width))
 
 
-# Cluster jobs of `fcp launch`: prints or writes their files, or submits them to Slurm.
+# Cluster jobs: their files are printed, written, or submitted to Slurm.
 
 
 def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None) -> None:
@@ -308,7 +311,7 @@ def _start(
     return answer
 
 
-# Ownership of the run directory of a launch, acquired before anything in it is read or changed.
+# Ownership of the run directory, acquired before anything in it is read or changed.
 
 
 @contextmanager
@@ -342,16 +345,9 @@ def _job_of(options: LaunchRequest) -> str:
     return f"{options.nodes} nodes at {options.master_addr}:{options.master_port}" if options.master_addr else ""
 
 
-# Runs a job on this machine: shows its progress and reports its end.
+# A job on this machine: its progress and its end.
 
 _FAR_OFF = 1.5  # factor between predicted and measured step time that is reported
-
-if TYPE_CHECKING:
-    from fcp_cli.launching.failure import Failure
-    from fcp_cli.launching.job import Job
-    from fcp_cli.launching.supervise import JobOutcome, RunProgress
-    from fcp_cli.runs.metrics_reader import RunSummary
-    from fcp_cli.runs.owner import Ownership
 
 
 def run_here(job: Job, owned: Ownership, *, json: bool) -> None:

@@ -163,7 +163,7 @@ def _knows_memory(profile: CostProfile, job: Job) -> bool:
     return job.stack != "cpu" and is_this and profile.memory.bytes_per_token > 0
 
 
-# Checks for environment variables that slow down or break a job.
+# Checks for environment variables that break a job.
 
 _LEAST_CONNECT_SECONDS = 300
 

@@ -41,6 +41,24 @@ _OF_MEGATRON = (
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
+def error(message: str) -> Finding:
+    """Create a finding that stops the launch."""
+    return Finding(name="launch", passed=False, lines=(message,))
+
+
+def warning(message: str) -> Finding:
+    """Create a finding that is printed without stopping the launch."""
+    return Finding(name="launch", passed=None, lines=(message,))
+
+
+def number(facts: Facts, name: str) -> float | None:
+    """Return the value of a numeric environment variable, or None if it is unset or not a number."""
+    try:
+        return float(facts.variables[name])
+    except (KeyError, ValueError):
+        return None
+
+
 def cann(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that CANN's set_env.sh was sourced, without which its libraries are not found."""
     if job.stack != "npu" or job.node_rank is None:
@@ -217,24 +235,6 @@ def _release(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(part))
     return tuple(numbers)
-
-
-def error(message: str) -> Finding:
-    """Create a finding that stops the launch."""
-    return Finding(name="launch", passed=False, lines=(message,))
-
-
-def warning(message: str) -> Finding:
-    """Create a finding that is printed without stopping the launch."""
-    return Finding(name="launch", passed=None, lines=(message,))
-
-
-def number(facts: Facts, name: str) -> float | None:
-    """Return the value of a numeric environment variable, or None if it is unset or not a number."""
-    try:
-        return float(facts.variables[name])
-    except (KeyError, ValueError):
-        return None
 
 
 # Checks that a Megatron script's arguments match the recipe for which its plan was priced.
