@@ -44,8 +44,6 @@ MOST_PIXELS: Final = 1 << 16
 """Per side; the limit of image formats."""
 MOST_EPOCHS: Final = 100_000
 """Limits planning time: every epoch is planned step by step."""
-MOST_AHEAD: Final = 10_000
-"""Steps or batches prefetched into memory."""
 _MOST_WHOLE: Final = 2**63 - 1
 _METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 

@@ -46,8 +46,9 @@ from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.ring import Ring
 from fcp_cli.runtime.ring_attention import attention
 from fcp_cli.runtime.transport import ProcessTransport, ProcessWorld, Transport
+from fcp_cli.util.findings import Finding
 from fcp_cli.util.machine import usable_cores
-from fcp_cli.verification.selftest import Finding, Settings
+from fcp_cli.verification.selftest import Settings
 
 
 class Bench:

@@ -10,7 +10,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from fcp_cli import __version__
 from fcp_cli.errors import RunError
 from fcp_cli.profiling.measure import reason_in_log, run_logged
 from fcp_cli.util.files import write_text_atomically
+from fcp_cli.util.findings import Finding
 from fcp_cli.util.inputs import decode_json, read_json
 from fcp_cli.util.processes import descendants, send
 
@@ -68,23 +69,6 @@ def read_settings(path: Path) -> Settings:
     """Read a file written by `Settings.write`."""
     document: dict[str, Any] = read_json(path, error=RunError)
     return Settings(**{**document, "folder": Path(document["folder"])})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Result of a check.
-
-    Attributes:
-        name: name of the check.
-        passed: whether it passed; None if it only measures.
-        lines: lines of the text report.
-        figures: values for the JSON document.
-    """
-
-    name: str
-    passed: bool | None
-    lines: tuple[str, ...]
-    figures: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

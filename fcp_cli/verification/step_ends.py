@@ -25,9 +25,9 @@ from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan, offsets_of
 from fcp_cli.runtime.plan_agreement import agree_on_plan
 from fcp_cli.runtime.session import Session
+from fcp_cli.util.findings import Finding
 from fcp_cli.verification.checks import Bench
 from fcp_cli.verification.emulation import gradients_on_rank, synthetic_tokens
-from fcp_cli.verification.selftest import Finding
 from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, ring_attend
 
 _CONFIG = TinyConfig(width=64, heads=4, kv_heads=2)  # head size 16: accelerator kernels need multiples of 8
