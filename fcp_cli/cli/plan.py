@@ -134,9 +134,9 @@ def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanO
 def _finish(output: Path, options: PlanOptions) -> None:
     """Write the plan file of a killed online run from its journal."""
     from fcp_cli.plan.metadata import manifest_of
-    from fcp_cli.planning.online_journal import OnlineJournal
+    from fcp_cli.planning.journal import StreamJournal
 
-    journal = OnlineJournal(output)
+    journal = StreamJournal(output)
     if not journal.exists:
         raise UsageError(
             f"{output} has no journal of a run that planned while training; name the MANIFEST to resume planning"

@@ -34,7 +34,8 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, batch_of, spread_steps
 from fcp_cli.planning.drafts import Draft, assignment_of, best_fit_decreasing, members_by_pack
-from fcp_cli.planning.make_plan import Journal, is_begun, kept_steps, plan_metadata, plan_step
+from fcp_cli.planning.journal import PlanJournal, is_begun
+from fcp_cli.planning.make_plan import kept_steps, plan_metadata, plan_step
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.padded import Padded
 from fcp_cli.planning.problem import problem_of
@@ -92,7 +93,7 @@ class JobPlanner:
         if job.epochs is None:
             self._batches.settings = replace(self._batches.settings, epochs=_ENDLESS_EPOCHS)
         self._solver = make_solver("fcp", self._batches)
-        self._journal = Journal(plan, plan_metadata(self._inputs.table, self._batches, self._solver))
+        self._journal = PlanJournal(plan, plan_metadata(self._inputs.table, self._batches, self._solver))
         self._journal.read_refit()
         self._refitter = Refitter(self._inputs.problem, most_change=MOST_FACTOR)
         self._priced_by: ScheduledRefit | None = None
@@ -197,7 +198,7 @@ class JobPlanner:
     def _planned(self) -> Iterator[StepPlan]:
         """Yield all steps: those of the journal, then newly planned ones."""
         kept = 0
-        if self._journal.exists:
+        if is_begun(self._path):
             for step in kept_steps(self._batches, self._journal):
                 kept += 1
                 yield step
