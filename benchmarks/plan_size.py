@@ -92,7 +92,6 @@ def _plan(manifest: Path, options: argparse.Namespace) -> None:
     result = make_plan(
         plan,
         inputs,
-        solver_name="fcp",
         workers=options.workers,
         resume=is_begun(plan),
         on_step=_Progress(),

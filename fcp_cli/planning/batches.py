@@ -34,7 +34,7 @@ from fcp_cli.plan.metadata import (
     steps_per_epoch,
 )
 from fcp_cli.planning.problem import Batch, Problem, batch_encoder_seconds, batch_work
-from fcp_cli.util.arrays import IntArray
+from fcp_cli.util.arrays import Int32Array, IntArray
 from fcp_cli.util.records import content_hash_of
 from fcp_cli.util.words import counted
 
@@ -446,15 +446,6 @@ def _source_names(names: Sequence[str]) -> list[str]:
     return [file if files.count(file) == 1 else one for file, one in zip(files, short, strict=True)]
 
 
-def mixed_files(words: Sequence[str]) -> list[Path]:
-    """Return the manifests named by `--mix`, each once.
-
-    Raises:
-        UsageError: a word is not FILE:WEIGHT[@STEP].
-    """
-    return list(dict.fromkeys(Path(_parsed(word, 0)[0]) for word in words))
-
-
 def _parsed(word: str, first_step: int) -> tuple[str, float, int]:
     name, _, rest = word.rpartition(":")
     weight, _, step = rest.partition("@")
@@ -615,3 +606,110 @@ def _encrypted(
         left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
     encrypted: npt.NDArray[np.uint64] = (left << shift) | right
     return encrypted
+
+
+# Global batches of the remaining steps of a run, unchanged, so that the run keeps its batches, steps and schedule.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemainingSteps:
+    """Untrained steps of a plan.
+
+    Attributes:
+        continues: the run up to these steps.
+        offsets: [steps + 1] offsets of each step's sequences.
+        rows, lengths: manifest row and planned tokens of each sequence.
+        overlong: policy of the plan for overlong sequences.
+    """
+
+    continues: Continuation
+    offsets: IntArray
+    rows: IntArray
+    lengths: Int32Array
+    overlong: OverlongReport
+
+
+class RemainingBatches(GlobalBatches):
+    """Global batches of `remaining`; `batch(0)` is the first untrained one.
+
+    Raises:
+        OverlongError: the ranks cannot hold the longest remaining sequence.
+    """
+
+    def __init__(
+        self, table: LengthTable, problem: Problem, settings: BatchSettings, remaining: RemainingSteps
+    ) -> None:
+        _require_room(table, problem, remaining)
+        self.problem = problem
+        self.settings = settings
+        self.overlong = remaining.overlong
+        # Planned lengths, since overlong sequences may have been truncated.
+        lengths = table.length_tokens.copy()
+        lengths[remaining.rows] = remaining.lengths
+        self.table = replace(table, length_tokens=lengths)
+        self.continues = remaining.continues
+        self._remaining = remaining
+        self._offsets = None
+        self.sequences = len(self.rows)
+
+    @property
+    def rows(self) -> IntArray:
+        """[rows] remaining manifest rows, ascending."""
+        return np.unique(self._remaining.rows)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Most tokens of a remaining sequence."""
+        return int(self._remaining.lengths.max())
+
+    def __len__(self) -> int:
+        return len(self._remaining.offsets) - 1
+
+    def batch(self, step: int) -> Batch:
+        """Return the global batch of a remaining step, counted from 0."""
+        members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
+        rows = self._remaining.rows[members]
+        number = self._remaining.continues.first_step + step
+        batch = self._batch_of(number, rows, self.table.take(rows))
+        return replace(batch, lengths=self._remaining.lengths[members])
+
+
+class ChangedMixture(GlobalBatches):
+    """Global batches of a mixture that continues a run with changed weights; `batch(0)` is the first untrained one.
+
+    Raises:
+        OverlongError, ManifestError: as in `GlobalBatches`, or no step remains.
+    """
+
+    def __init__(
+        self,
+        table: LengthTable,
+        problem: Problem,
+        settings: BatchSettings,
+        continues: Continuation,
+        options_that_hold: Callable[[int], str] | None = None,
+    ) -> None:
+        super().__init__(table, problem, settings, options_that_hold)
+        self.continues = continues
+        if len(self) < 1:
+            raise ManifestError(f"{table.name}: step {self.first_step} is beyond its last; the run is complete")
+
+    def __len__(self) -> int:
+        return super().__len__() - self.first_step
+
+    def batch(self, step: int) -> Batch:
+        """Return the global batch of a remaining step, counted from 0."""
+        return super().batch(self.first_step + step)
+
+
+def _require_room(table: LengthTable, problem: Problem, remaining: RemainingSteps) -> None:
+    most = problem.num_ranks * problem.tokens_per_rank
+    longest = int(np.argmax(remaining.lengths))
+    tokens = int(remaining.lengths[longest])
+    if tokens > most:
+        raise OverlongError(
+            f"{table.name}: row {remaining.rows[longest]} ({tokens} tokens) is still to be trained, but "
+            f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {most}; give "
+            f"--tokens-per-rank {-(-tokens // problem.num_ranks)}, or at least "
+            f"{-(-tokens // problem.tokens_per_rank)} --ranks"
+        )

@@ -84,11 +84,10 @@ class JobPlanner:
         manifest = manifest_of(plan)
         _write_manifest(manifest, rows)
         assumptions = Assumptions()
-        self._request = _request(manifest, plan, job, wish)
-        inputs = resolve(self._request, assumptions)
+        inputs = resolve(_request(manifest, plan, job, wish), assumptions)
         _require_encoder(inputs)
         before = plan.with_name("profile.yaml") if is_begun(plan) and wish.profile is None else None
-        self._inputs, self._measures, self._times = _with_times(self._request, inputs, before)
+        self._inputs, self._measures, self._times = _with_times(inputs, before)
         self._batches = self._inputs.batches()
         if job.epochs is None:
             self._batches.settings = replace(self._batches.settings, epochs=_ENDLESS_EPOCHS)
@@ -222,14 +221,14 @@ class JobPlanner:
         foreseen = self._batches.steps_per_epoch if self._job.epochs is None else len(self._batches)
         if step.step + 1 == min(_SHOWN_STEPS, foreseen):
             _say(f"{_decided(self._job, self._batches, self._shown)} ({self._times})")
-            if gain := _gain_of_another_recipe(self._request, self._inputs):
+            if gain := _gain_of_another_recipe(self._inputs):
                 _say(gain)
 
 
-def _gain_of_another_recipe(request: PlanRequest, inputs: PlanInputs) -> str:
+def _gain_of_another_recipe(inputs: PlanInputs) -> str:
     """Return a line about settings under which the script's steps would be faster, or ""."""
     sample = [] if inputs.data is None else inputs.data.sample(inputs.problem)
-    remedy, _tried = best_remedy(request, inputs, sample)
+    remedy, _tried = best_remedy(inputs, sample)
     if remedy is None:
         return ""
     return f"the script has a recipe of its own; its steps would take {1 - remedy.factor:.0%} less with {remedy.flags}"
@@ -273,7 +272,7 @@ def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> P
     )
 
 
-def _with_times(request: PlanRequest, inputs: PlanInputs, before: Path | None) -> tuple[PlanInputs, bool, str]:
+def _with_times(inputs: PlanInputs, before: Path | None) -> tuple[PlanInputs, bool, str]:
     """Return the inputs with the profile that the job plans with.
 
     Args:
@@ -283,12 +282,12 @@ def _with_times(request: PlanRequest, inputs: PlanInputs, before: Path | None) -
         (inputs, whether to refit to the first minute of training, phrase about the profile for messages).
     """
     profile = inputs.problem.profile
-    if profile.origin != "analytic" or request.model is None:
+    if profile.origin != "analytic" or inputs.request.model is None:
         return inputs, False, profile.origin
     if before is None:
         return inputs, True, "computed; the first minute of training is measured"
     priced = load_cost_profile(before)
-    problem = replace(inputs.problem, profile=priced, attention=split_attention(request, priced))
+    problem = replace(inputs.problem, profile=priced, attention=split_attention(inputs.request, priced))
     return replace(inputs, problem=problem), True, "those with which the job began"
 
 

@@ -78,11 +78,9 @@ def make_plan(
     path: Path,
     inputs: PlanInputs,
     *,
-    solver_name: str,
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
-    **limits: int | None,
 ) -> PlanResult:
     """Plan every step and write the plan, atomically replacing an existing file at `path`.
 
@@ -90,12 +88,10 @@ def make_plan(
 
     Args:
         path: plan file.
-        inputs: manifest, problem and batch settings.
-        solver_name: one of `solvers.solver_names()`.
+        inputs: manifest, problem and batch settings; its request names the solver and limits of rings.
         on_step: callback after each planned step, for progress.
         workers: number of planning processes; None: `default_workers`. The plan does not depend on it.
         resume: whether to continue from the journal of an interrupted run with the same inputs; the plan is the same.
-        limits: max_degree, max_groups or max_peers of the whole plan; see `solvers.make_solver`.
 
     Raises:
         OverlongError, ManifestError, UsageError: invalid input; nothing was written.
@@ -104,7 +100,7 @@ def make_plan(
     """
     started = time.perf_counter()
     batches = inputs.batches()
-    solver = make_planning_solver(solver_name, batches, **limits)
+    solver = make_planning_solver(inputs.request.solver, batches, **inputs.request.limits)
     metadata = plan_metadata(inputs.table, batches, solver)
     journal = PlanJournal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)

@@ -182,7 +182,7 @@ def test_steps_are_planned_as_they_are_asked_for_and_the_whole_plan_is_that_of_f
         ),
         Assumptions(),
     )
-    whole = make_plan(tmp_path / "again/plan.parquet", inputs, solver_name="fcp")
+    whole = make_plan(tmp_path / "again/plan.parquet", inputs)
 
     steps = list(PlanReader(tmp_path / "plan.parquet").steps())
     assert steps_bytes(steps) == steps_bytes(list(PlanReader(tmp_path / "again/plan.parquet").steps()))

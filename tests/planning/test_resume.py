@@ -42,7 +42,6 @@ def make(
             problem=example_problem(num_ranks=8, tokens_per_rank=8192),
             settings=BatchSettings(global_batch_size=32, seed=seed),
         ),
-        solver_name="fcp",
         on_step=on_step,
         workers=workers,
         resume=resume,

@@ -91,7 +91,7 @@ def offline(plan: Path, metadata: PlanMetadata, **rule: Any) -> str:
         problem=problem_of(metadata, name="test"),
         settings=BatchSettings(shuffle=False, **{"global_batch_size": 1, **rule}),
     )
-    return make_plan(plan.with_name("offline.parquet"), inputs, solver_name="fcp").metadata.plan_hash
+    return make_plan(plan.with_name("offline.parquet"), inputs).metadata.plan_hash
 
 
 @pytest.mark.lengthy
