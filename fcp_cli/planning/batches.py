@@ -1,4 +1,4 @@
-"""The global batches of a manifest: the sequences of each optimizer step, before any planning.
+"""The global batches of a manifest, a mixture or a stopped run: the sequences of each step, before any planning.
 
 Every epoch is a permutation of the rows (their own order without shuffling), cut into global batches that never cross
 an epoch. The permutation of epoch e comes from PCG64 seeded with (seed, e), so any step can be made independently.
@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fcp_cli.cost.model import vision_seconds
 from fcp_cli.errors import ManifestError, OverlongError, UsageError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import ROWS_IN_MEMORY, LengthTable, chunked, new_column
@@ -33,7 +34,8 @@ from fcp_cli.plan.metadata import (
     offsets_by_tokens,
     steps_per_epoch,
 )
-from fcp_cli.planning.problem import Batch, Problem, batch_encoder_seconds, batch_work
+from fcp_cli.plan.pricing import single_rank_work, without_pictures
+from fcp_cli.planning.problem import Batch, Problem
 from fcp_cli.util.arrays import Int32Array, IntArray
 from fcp_cli.util.records import content_hash_of
 from fcp_cli.util.words import counted
@@ -166,17 +168,8 @@ class GlobalBatches:
 
     def batch(self, step: int) -> Batch:
         """Make the global batch of a step, counted from 0."""
-        return self._batch_of(step, *self._sequences(step))
-
-    def _batch_of(self, step: int, rows: IntArray, sequences: LengthTable) -> Batch:
-        return Batch(
-            step=step,
-            rows=rows,
-            lengths=sequences.length_tokens.astype(np.int32),
-            work=batch_work(sequences, self.problem),
-            encoder_seconds=batch_encoder_seconds(sequences, self.problem),
-            seed=step_seed(self.settings.seed, step),
-        )
+        rows, sequences = self._sequences(step)
+        return batch_of(sequences, self.problem, step=step, rows=rows, seed=step_seed(self.settings.seed, step))
 
     def _sequences(self, step: int) -> tuple[IntArray, LengthTable]:
         """Return the manifest rows of a step, and a table of their lengths."""
@@ -237,16 +230,20 @@ def batches_of(lengths: npt.ArrayLike, problem: Problem) -> GlobalBatches:
     return GlobalBatches(table, problem, BatchSettings(global_batch_size=len(table), shuffle=False))
 
 
-def batch_of(sequences: LengthTable, problem: Problem, *, step: int = 0) -> Batch:
-    """Return the sequences as one global batch, priced for the problem; its `rows` are positions in `sequences`."""
-    lengths = sequences.length_tokens
+def batch_of(
+    sequences: LengthTable, problem: Problem, *, step: int = 0, rows: IntArray | None = None, seed: int = 0
+) -> Batch:
+    """Return the sequences as one global batch, with their work on a single rank; `rows` default to their positions."""
+    # If all ranks of a wave share the encoder's work, it is no part of a sequence's own.
+    shares = problem.encoder_balance is not None
+    own = without_pictures(sequences) if shares else sequences
     return Batch(
         step=step,
-        rows=np.arange(len(lengths)),
-        lengths=lengths.astype(np.int32),
-        work=batch_work(sequences, problem),
-        encoder_seconds=batch_encoder_seconds(sequences, problem),
-        seed=0,
+        rows=np.arange(len(sequences)) if rows is None else rows,
+        lengths=sequences.length_tokens.astype(np.int32),
+        work=single_rank_work(own, problem.profile, problem.padding_multiple),
+        encoder_seconds=vision_seconds(sequences, problem.profile) if shares else None,
+        seed=seed,
     )
 
 
@@ -670,7 +667,8 @@ class RemainingBatches(GlobalBatches):
         members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
         rows = self._remaining.rows[members]
         number = self._remaining.continues.first_step + step
-        batch = self._batch_of(number, rows, self.table.take(rows))
+        seed = step_seed(self.settings.seed, number)
+        batch = batch_of(self.table.take(rows), self.problem, step=number, rows=rows, seed=seed)
         return replace(batch, lengths=self._remaining.lengths[members])
 
 

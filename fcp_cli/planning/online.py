@@ -222,10 +222,10 @@ class StreamPlanner:
         checked_table("the stream", "length", table.length_tokens, {})
         self._require_room(table, first_sequence)
         places = np.arange(len(table))
-        batch = replace(
-            batch_of(
-                table.take(places), self._problem, step=step
-            ),  # take copies: compiled code rejects Arrow's read-only arrays
+        batch = batch_of(
+            table.take(places),  # copies: compiled code rejects Arrow's read-only arrays
+            self._problem,
+            step=step,
             rows=first_sequence + places,
             seed=step_seed(self.metadata.seed, step),
         )

@@ -1,4 +1,4 @@
-"""Planning for pipeline parallelism: micro-batches of equal duration, judged by the exact timeline.
+"""Planning for pipeline parallelism: micro-batches of equal duration, judged by the exact timeline of `pipeline_of`.
 
 The bubble of a P-stage pipeline is about P - 1 micro-batches per step, and all stages wait behind a micro-batch that is
 longer than its neighbours. Micro-batches that run at the same time should therefore take equally long (as in

@@ -1,4 +1,4 @@
-"""Token budget of a plan's ranks, and the recipe that it assumes."""
+"""Token budget of a plan's ranks and the recipe that it assumes: the first that fits, or the fastest of a search."""
 
 from __future__ import annotations
 

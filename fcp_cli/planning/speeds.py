@@ -6,6 +6,8 @@ slow rank, and the rank to which the search gives a dummy pack takes the slow ra
 lightest packs of each wave go to its slowest ranks. If few ranks are slow, plans for the fast ranks alone compete.
 Finally, sequences are exchanged between the rank that ends last and others, at their real speeds, and the answer with
 the shortest predicted makespan wins.
+
+`read_rank_speeds` reads the speeds from an option or a file.
 """
 
 from __future__ import annotations
