@@ -38,7 +38,7 @@ def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostP
             "describe; 'fcp plan' with the same options and no --profile computes it"
         )
     spec = load_model(request.model or DEFAULT_MODEL)
-    cluster = load_cluster(request.cluster or EXAMPLE_CLUSTER)
+    cluster = load_cluster(request.cluster or EXAMPLE_CLUSTER).running(request.attention_kernel)
     _assume(assumptions, "--model", request.model, spec.name, "--model or --hf-config sets it")
     _assume(assumptions, "--cluster", request.cluster, cluster.name, "--cluster sets it")
     devices = request.tensor_parallel * request.pipeline_parallel

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.cost.recipe import RecipeRequest
+from fcp_cli.cost.recipe import KernelChoice, RecipeRequest
 from fcp_cli.util.options import MOST_RANKS, Opt, OptionGroup
 
 
@@ -67,6 +67,7 @@ class ProfileRequest:
         bool, Opt("Compute from the figures of model and cluster.", group="Without measuring", common=True)
     ] = False
     from_samples: Annotated[Path | None, Opt("Fit these samples of a measurement.", metavar="FILE")] = None
+    attention_kernel: Annotated[KernelChoice, Opt("Attention kernel to price; auto: the cluster's first.")] = "auto"
     tensor_parallel: Annotated[
         int, Opt("Devices that share each layer.", metavar="T", min=1, max=MOST_RANKS, common=True)
     ] = 1

@@ -46,7 +46,6 @@ def test_the_version_is_printed_alone(tmp_path: Path) -> None:
         (("plan", "a", "b"), ("got unexpected extra argument", " plan --help'")),
         (("plan", "a", "--ranks", "0"), ("--ranks is 0; it must be at least 1; see '", " plan --help'")),
         (("plan", "a", "--ranks", "two"), ("--ranks is 'two'; it must be a whole number; see '", " plan --help'")),
-        (("plan", "a", "--headroom", "1"), ("--headroom is 1; it must be below 1; see '", " plan --help'")),
         (("plan", "a", "--sync", "waves"), ("--sync is 'waves'; it must be one of iteration, microbatch", "--help'")),
         (("profile", "fit"), ("missing argument ", " profile fit --help'")),
     ],

@@ -45,7 +45,7 @@ UNDRAWN = {
 """Commands without a kind, and why."""
 _SHARES = {"plan": 6.0, "launch": 6.0, "compare": 1.5, "profile": 2.0, "manifest build": 2.0, "env": 0.05, "list": 0.1}
 _SHARES |= {"selftest": 0.3, "verify": 0.2}
-_AMOUNTS = {("plan", "epochs"), ("compare", "epochs"), ("compare", "steps")}
+_AMOUNTS = {("plan", "epochs"), ("compare", "steps")}
 """Options that say how much work is wanted: a large number is none of a fault, and takes its time."""
 
 _WHOLE: tuple[str, ...] = (
