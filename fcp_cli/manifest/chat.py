@@ -6,9 +6,9 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +25,7 @@ from fcp_cli.util.words import counted, first_line
 from fcp_cli.vision.processors import Marks, VisionProcessor, Visual
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
+    from fcp_cli.util.templates import RenderedChat, Renderer
 
 _BATCH_BYTES: Final = 8 << 20
 _PART_RECORDS: Final = 1 << 12
@@ -194,6 +193,15 @@ class _Rendered:
     runs: Sequence[int] = ()
 
 
+class _Turns(NamedTuple):
+    """A conversation before rendering; `learned` has the indices of trained turns."""
+
+    turns: list[dict[str, Any]]
+    tools: Any
+    place: str
+    learned: list[int]
+
+
 def is_chat(record: Mapping[str, Any]) -> bool:
     """Return whether the field names of a record match one of the forms above."""
     return _form(record) is not None
@@ -257,10 +265,7 @@ class ChatEncoder:
             places: location of each record, for messages.
             pictures: pictures of each record.
         """
-        rendered = [
-            _given_tokens(record, place) if _form(record) == "tokens" else self._render(record, place)
-            for record, place in zip(records, places, strict=True)
-        ]
+        rendered = self._render([self._read(record, place) for record, place in zip(records, places, strict=True)])
         if pictures is not None:
             rendered = [
                 self._with_pictures(item, own, place) if isinstance(item, _Rendered) else item
@@ -333,13 +338,15 @@ class ChatEncoder:
         assert self._marks is not None
         return [self._tokenizer.convert_tokens_to_ids(pad) for pad in (self._marks.image_pad, self._marks.video_pad)]
 
-    def _render(self, record: Mapping[str, Any], place: str) -> _Rendered:
+    def _read(self, record: Mapping[str, Any], place: str) -> Encoded | _Rendered | _Turns:
         form = _form(record)
         if form is None:
             raise ManifestError(
                 f"{place} has none of messages, conversations, prompt + completion, instruction + output, input_ids + "
                 f"labels; its fields are {', '.join(record)}"
             )
+        if form == "tokens":
+            return _given_tokens(record, place)
         if form == "completion" and isinstance(record["prompt"], str):
             prompt, completion = record["prompt"], _text(record["completion"], "completion", place)
             completion += self._tokenizer.eos_token or ""
@@ -348,49 +355,82 @@ class ChatEncoder:
         if self.processor is None and any(record.get(name) for name in PICTURE_FIELDS):
             raise ManifestError(f"{place} has pictures; --kind media with --processor FOLDER reads them with the text")
         turns = _turns(record, form, place, with_pictures=self.processor is not None)
-        tools = record.get("tools") or None
-        text = self._template(turns, tools, place)
+        learned = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if self.train_on == "completion" or form == "completion":
+            learned = learned[-1:]
+        return _Turns(turns, record.get("tools") or None, place, [] if self.train_on == "all" else learned)
+
+    def _render(self, read: Sequence[Encoded | _Rendered | _Turns]) -> list[Encoded | _Rendered]:
+        """Render the turns among `read`, and locate the trained spans."""
+        waiting = [one for one in read if isinstance(one, _Turns)]
+        # Where a turn is trained, the text before it with the generation prompt, and the text up to its end.
+        cuts = [[cut for index in one.learned for cut in ((index, True), (index + 1, False))] for one in waiting]
+        found = iter(self._templated(waiting, cuts))
+        return [self._spanned(one, next(found)) if isinstance(one, _Turns) else one for one in read]
+
+    def _spanned(self, one: _Turns, rendered: RenderedChat) -> _Rendered:
+        text, ends = rendered
         if self.train_on == "all":
             return _Rendered(text=text, spans=((0, len(text)),))
-        said = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if self.train_on == "completion" or form == "completion":
-            said = said[-1:]
-        return _Rendered(text=text, spans=[self._span(text, turns, tools, index, place) for index in said])
+        spans = []
+        for index, before, until in zip(one.learned, ends[::2], ends[1::2], strict=True):
+            if before is not None and until is not None:
+                spans.append((before[0], until[1]))
+            else:
+                spans.append(self._span_around(one, index, text, None if before is None else before[0]))
+        return _Rendered(text=text, spans=spans)
 
-    def _span(self, text: str, turns: list[dict[str, Any]], tools: Any, index: int, place: str) -> tuple[int, int]:
-        """Return the character span of an assistant turn."""
-        before = self._template(turns[:index], tools, place, prompts=True) if index else ""
-        until = self._template(turns[: index + 1], tools, place)
-        if text.startswith(before) and text.startswith(until):
-            return len(before), len(until.rstrip())
-        # A template may render a turn differently once others follow, for example drop earlier reasoning: locate the
-        # text around the turn's content instead.
-        other = [*turns[:index], {**turns[index], "content": _STAND_IN}, *turns[index + 1 :]]
-        around = self._template(other, tools, place)
+    def _span_around(self, one: _Turns, index: int, text: str, start: int | None) -> tuple[int, int]:
+        """Locate the text around a turn's content: a template may render a turn differently once others follow.
+
+        For example, it may drop earlier reasoning.
+        """
+        turns = [*one.turns[:index], {**one.turns[index], "content": _STAND_IN}, *one.turns[index + 1 :]]
+        (around, _), *_ = self._templated([one._replace(turns=turns)])
         if _STAND_IN not in around:
-            raise ManifestError(f"{place}: the chat template of {self.folder} drops turn {index + 1}")
+            raise ManifestError(f"{one.place}: the chat template of {self.folder} drops turn {index + 1}")
         after = around[around.index(_STAND_IN) + len(_STAND_IN) :]
-        start = len(before) if text.startswith(before) else around.index(_STAND_IN)
         end = len(text) - len(after)
         mark = next((token for token in self._tokenizer.all_special_tokens if after.startswith(token)), "")
-        return start, end + len(mark)
+        return around.index(_STAND_IN) if start is None else start, end + len(mark)
 
-    def _template(self, turns: list[dict[str, Any]], tools: Any, place: str, *, prompts: bool = False) -> str:
+    def _templated(
+        self, conversations: Sequence[_Turns], cuts: Sequence[Sequence[tuple[int, bool]]] | None = None
+    ) -> list[RenderedChat]:
+        """Render conversations with the checkpoint's chat template, as transformers' `apply_chat_template` does."""
+        from fcp_cli.util.templates import ChatToRender, RenderingError
+
+        if not conversations:
+            return []
         if not (self._own_template or self._tokenizer.chat_template):
             raise ManifestError(
                 f"{self.folder} has no chat template: neither chat_template.jinja nor a tokenizer_config.json with one"
                 "; copy that of the model's instruct variant there, or give the folder of that variant"
             )
+        batch = list[ChatToRender]()
         try:
-            return render_chat(
-                self._tokenizer.get_chat_template(self._own_template, tools),
-                turns,
-                tools=tools,
-                prompts=prompts,
-                special_tokens=self._tokenizer.special_tokens_map,
-            )
-        except Exception as error:  # templates raise any exception
-            raise ManifestError(f"{place}: the chat template of {self.folder} fails: {first_line(error)}") from error
+            for one, own in zip(conversations, cuts or [()] * len(conversations), strict=True):
+                values = {
+                    **self._tokenizer.special_tokens_map,
+                    "messages": [_with_thoughts(turn) for turn in one.turns],
+                    "tools": one.tools,
+                    "documents": None,
+                    "add_generation_prompt": False,
+                }
+                template = self._tokenizer.get_chat_template(self._own_template, one.tools)
+                batch.append(ChatToRender(template, values, own))
+            return self._renderer.render(batch)
+        except Exception as error:  # the tokenizer raises many kinds
+            at = error.index if isinstance(error, RenderingError) else min(len(batch), len(conversations) - 1)
+            raise ManifestError(
+                f"{conversations[at].place}: the chat template of {self.folder} fails: {first_line(error)}"
+            ) from error
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        from fcp_cli.util.templates import Renderer
+
+        return Renderer()
 
 
 def _given_tokens(record: Mapping[str, Any], place: str) -> Encoded:
@@ -486,48 +526,8 @@ def _text(value: Any, name: str, place: str) -> str:
     return value
 
 
-# Renders the chat templates of checkpoints, which are foreign code, in a sandbox with work limits.
-#
-# The result equals that of transformers' `apply_chat_template`, which is sandboxed but unlimited.
-
 # Field names of a turn's reasoning; templates read the first, or the name that their model uses.
 _THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
-
-
-def render_chat(
-    template: str,
-    turns: Sequence[Mapping[str, Any]],
-    *,
-    tools: Any,
-    prompts: bool,
-    special_tokens: Mapping[str, Any],
-) -> str:
-    """Render a conversation as text.
-
-    Args:
-        template: the checkpoint's chat template.
-        turns: the turns, each with `role` and `content`.
-        tools: JSON schemas of tool functions, or None.
-        prompts: whether to append the generation prompt.
-        special_tokens: special tokens by template variable.
-    """
-    from fcp_cli.util.templates import rendered
-
-    values = {
-        **special_tokens,
-        "messages": [_with_thoughts(turn) for turn in turns],
-        "tools": tools,
-        "documents": None,
-        "add_generation_prompt": prompts,
-    }
-    return rendered(_compiled(template), values)
-
-
-@lru_cache(maxsize=8)
-def _compiled(template: str) -> Template:
-    from fcp_cli.util.templates import Sandbox
-
-    return Sandbox().compiled(template)
 
 
 def _with_thoughts(turn: Mapping[str, Any]) -> dict[str, Any]:
