@@ -1,11 +1,25 @@
-"""Chat data: records of conversations in JSON, JSON lines, Parquet or Arrow, encoded by a checkpoint's own template."""
+"""Chat data: records of conversations in JSON, JSON lines, Parquet or Arrow, encoded by a checkpoint's own template.
+
+A record has one of these forms; the first match is used:
+
+    input_ids + labels              tokens as they are; label -100 is not trained
+    messages, or conversations      turns of {"role", "content"} or ShareGPT's {"from", "value"}; optional `tools`
+    prompt + completion             two texts, or two lists of turns
+    instruction + output            Alpaca, with an optional `input` and `system`
+
+Turns are rendered by the tokenizer's chat template. An assistant turn starts after the generation prompt and includes
+its end-of-turn token, which is trained too.
+
+Turns with images or videos ("pictures") have content parts such as `{"type": "image"}`. The placeholder that the
+template renders is expanded as the checkpoint's processor does; visual tokens are never trained.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -15,7 +29,7 @@ import pyarrow as pa
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.records import BATCH_RECORDS, SourceRecord, has_lines, place_of, record_at, records_of, units_of
-from fcp_cli.manifest.sources import WHOLE, FileSpan, ItemGroup, Part, RowBatch, item_groups, names_below
+from fcp_cli.manifest.sources import WHOLE, Part, RowBatch, Source, item_groups, names_below
 from fcp_cli.manifest.table import LEARNED_COLUMN
 from fcp_cli.util.arrays import IntArray
 from fcp_cli.util.inputs import is_compressed, read_json
@@ -33,7 +47,7 @@ _PART_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatData:
+class ChatData(Source):
     """Files of chat records.
 
     Attributes:
@@ -42,6 +56,7 @@ class ChatData:
         part: the records that begin in this part of the units of all files; ids count from its first record.
     """
 
+    is_divisible = True
     path: Path
     files: tuple[Path, ...]
     encoder: ChatEncoder
@@ -59,9 +74,6 @@ class ChatData:
         size = _PART_BYTES if has_lines(self.files[0]) else _PART_RECORDS
         return -(-(self.units or 1) // size)
 
-    def only(self, part: Part) -> ChatData:
-        return replace(self, part=part)
-
     def describe(self) -> dict[str, Any]:
         return {
             "kind": "chat",
@@ -75,21 +87,18 @@ class ChatData:
     def is_streamed(self) -> bool:
         return any(not has_lines(file) or is_compressed(file) for file in self.files)
 
-    def batches(self) -> Iterator[RowBatch]:
-        return map(self.count, self.groups())
-
-    def groups(self) -> Iterator[ItemGroup]:
-        def read(span: FileSpan) -> Iterator[tuple[SourceRecord, int]]:
-            return ((found, found.done) for found in records_of(self.files[span.file], span.start, span.stop))
+    def groups(self) -> Iterator[tuple[int, int, list[SourceRecord]]]:
+        def read(file: int, start: int, stop: int) -> Iterator[tuple[SourceRecord, int]]:
+            return ((found, found.done) for found in records_of(self.files[file], start, stop))
 
         sizes = [units_of(file) for file in self.files]
         return item_groups(self.part, sizes, read, most_items=BATCH_RECORDS, most_bytes=_BATCH_BYTES)
 
-    def count(self, group: ItemGroup) -> RowBatch:
-        records = group.items
+    def count(self, group: tuple[int, int, list[SourceRecord]]) -> RowBatch:
+        shard, start, records = group
         encoded = self.encoder.many([found.record for found in records], [found.place for found in records])
         return RowBatch(
-            rows=_rows(records, encoded, group.shard, group.start),
+            rows=_rows(records, encoded, shard, start),
             done=sum(found.done for found in records),
             largest_token=max((int(one.tokens.max()) for one in encoded if len(one.tokens)), default=-1),
             counted_ids=len(records),
@@ -127,21 +136,6 @@ class ChatTokens:
     def place(self, row: int) -> str:
         return place_of(self._source.files[self._shards[row]], int(self._records[row]))
 
-
-# Tokenizes chat records and marks the trained tokens.
-#
-# A record has one of these forms; the first match is used:
-#
-#     input_ids + labels              tokens as they are; label -100 is not trained
-#     messages, or conversations      turns of {"role", "content"} or ShareGPT's {"from", "value"}; optional `tools`
-#     prompt + completion             two texts, or two lists of turns
-#     instruction + output            Alpaca, with an optional `input` and `system`
-#
-# Turns are rendered by the tokenizer's chat template (`chat_template`). An assistant turn starts after the generation
-# prompt and includes its end-of-turn token, which is trained too.
-#
-# Turns with images or videos ("pictures") have content parts such as `{"type": "image"}`. The placeholder that the
-# template renders is expanded as the checkpoint's processor does; visual tokens are never trained.
 
 TrainOn = Literal["all", "assistant", "completion"]
 NOT_LEARNED: Final = -100
@@ -203,7 +197,7 @@ class _Turns(NamedTuple):
 
 
 def is_chat(record: Mapping[str, Any]) -> bool:
-    """Return whether the field names of a record match one of the forms above."""
+    """Return whether the field names of a record match one of the forms of chat data."""
     return _form(record) is not None
 
 
@@ -261,7 +255,7 @@ class ChatEncoder:
         """Encode records, tokenizing all texts in one batch.
 
         Args:
-            records: records in the forms above.
+            records: records in the forms of chat data.
             places: location of each record, for messages.
             pictures: pictures of each record.
         """
