@@ -156,11 +156,14 @@ class Renderer:
                 raise BrokenPipeError
         except RenderingError:
             raise
-        except BrokenPipeError:
-            self._stop()
+        except BrokenPipeError:  # a limit ended the process
+            self._process = None
+            self._end()
             raise RenderingError(len(found), self._fate(process.returncode)) from None
         except BaseException:  # such as Ctrl-C: answers not read would be taken for those of the next batch
-            self._stop()
+            self._process = None
+            process.kill()
+            self._end()
             raise
         return found
 
@@ -176,12 +179,8 @@ class Renderer:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-        self._end = weakref.finalize(self, _kill, self._process)
+        self._end = weakref.finalize(self, _end, self._process)
         return self._process
-
-    def _stop(self) -> None:
-        self._end()
-        self._process = None
 
     def _fate(self, status: int) -> str:
         if status == -signal.SIGPROF:
@@ -189,13 +188,12 @@ class Renderer:
         return f"its process ended with status {status}, perhaps for lack of memory"
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None and process.stdout is not None
-    process.kill()  # none, if it has ended
-    process.wait()
-    process.stdout.close()
     with suppress(BrokenPipeError):
-        process.stdin.close()
+        process.stdin.close()  # an idle process ends by itself
+    process.stdout.close()
+    process.wait()
 
 
 def serve(cpu_seconds: float, memory_bytes: int) -> None:

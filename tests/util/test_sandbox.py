@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,11 +14,8 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Iterator[Renderer]:
-    found = Renderer(cpu_seconds=0.4, memory_bytes=1 << 29)
-    yield found
-    if found._process is not None:
-        found._stop()
+def renderer() -> Renderer:
+    return Renderer(cpu_seconds=0.4, memory_bytes=1 << 29)
 
 
 def render(text: str, **values: Any) -> str:
