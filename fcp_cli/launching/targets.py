@@ -33,7 +33,7 @@ from fcp_cli.util.plugins import Registry
 from fcp_cli.util.words import did_you_mean, has_control_characters
 
 if TYPE_CHECKING:
-    from fcp_cli.util.templates import Sandbox
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 HOSTFILE = "hostfile"
@@ -210,16 +210,12 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
     """
     import jinja2
 
-    from fcp_cli.util.templates import MOST_TEMPLATE_BYTES, WorkLimitError, rendered
+    from fcp_cli.util.templates import MOST_TEMPLATE_BYTES, compiled
 
     text = read_text(template, error=UsageError, label="the template ", most_bytes=MOST_TEMPLATE_BYTES)
     try:
         # Compiled under its own path, so that tracebacks contain its line numbers.
-        return rendered(_sandbox(template).compiled(text, name=template.name, file=str(template)), values)
-    except UsageError:
-        raise
-    except WorkLimitError as error:
-        raise UsageError(f"{_place(error, template)}: {error}") from error
+        return compiled(_sandbox(template), text, name=template.name, file=str(template)).render(values)
     except jinja2.TemplateSyntaxError as error:
         where = error.filename or str(template)
         raise UsageError(f"{where}, line {error.lineno}: {error.message}") from error
@@ -236,22 +232,24 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
         raise UsageError(f"{_place(error, template)}: {type(error).__name__}: {error}") from error
 
 
-def _sandbox(template: Path) -> Sandbox:
-    from jinja2 import StrictUndefined
+def _sandbox(template: Path) -> ImmutableSandboxedEnvironment:
+    from jinja2 import FileSystemLoader, StrictUndefined
 
-    from fcp_cli.util.templates import Folders, Sandbox
+    from fcp_cli.util.templates import sandbox
 
-    sandbox = Sandbox(
-        loader=Folders((shipped("launchers"), template.parent)),
+    environment = sandbox(
+        loader=FileSystemLoader((shipped("launchers"), template.parent)),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,  # the files are programs and YAML, not web pages; `quote` and `yaml` escape for those
     )
-    sandbox.add_filter("quote", lambda value: shlex.quote(str(value)))
-    sandbox.add_filter("yaml", yaml_scalar)
-    sandbox.add_filter("block", yaml_block)
-    sandbox.add_filter("lines", command_lines)
-    return sandbox
+    environment.filters |= {
+        "quote": lambda value: shlex.quote(str(value)),
+        "yaml": yaml_scalar,
+        "block": yaml_block,
+        "lines": command_lines,
+    }
+    return environment
 
 
 def command_lines(words: Sequence[str], indent: int) -> str:

@@ -54,7 +54,6 @@ EXCEPTIONS = {
     "fcp_cli/profiling/samples.py:read_measurement": _OWN,
     "fcp_cli/util/inputs.py:open_unpacked": _NOT_YET,
     "fcp_cli/util/remote.py:RemoteFile.__init__": _STORE,
-    "fcp_cli/util/templates.py:Folders.get_source": _NOT_YET,
     "fcp_cli/runs/run_dir.py:read_stopped": _NOT_YET,
     "fcp_cli/integrations/hugging_face/loops.py:AcceleratedLoop.load": _RANKS,
     "fcp_cli/runtime/online_job.py:_wish": _RANKS,

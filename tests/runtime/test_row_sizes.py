@@ -32,7 +32,7 @@ from tests.runtime.vision_families import FAMILIES
 from tests.runtime.vision_inputs import IMAGE
 from tests.training.picture_runs import config
 
-pytestmark = [pytest.mark.torch, pytest.mark.hf]
+pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.processes]
 
 ROWS, WHOLE = 8, 3
 Collate = Callable[[list[Any]], Any]
