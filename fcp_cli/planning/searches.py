@@ -13,8 +13,9 @@ from fcp_cli.planning.compiled import timelines
 from fcp_cli.planning.compiled import waves as wave_searches
 from fcp_cli.planning.compiled.certificate import work_in_rings
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
-from fcp_cli.planning.compiled.ring_placement import Rings, Timeline
-from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks, dealt
+from fcp_cli.planning.compiled.ring_placement import Rings
+from fcp_cli.planning.compiled.room_tree import dealt
+from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks
 from fcp_cli.planning.kernel_inputs import with_recomputation
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.util.arrays import FloatArray, IntArray
@@ -219,19 +220,19 @@ def assign_timelines(
     parts = rank_parts(sequences, inputs)
     own, ranks = (parts[0].sequences, parts[0].inputs) if parts else (sequences, inputs)
     exchanges = _EXCHANGES * (1 if len(own.work) <= 1024 else len(own.work) // 64)
-    rings, singles, timeline, target, end = timelines.schedule(lower, limit_seconds, exchanges, own, ranks)
+    rings, singles, target, end = timelines.schedule(lower, limit_seconds, exchanges, own, ranks)
     if not target:
         return None
-    found = [_timeline_groups(rings, singles, timeline, ranks)]
+    found = [_timeline_groups(rings, singles, ranks)]
     for part in parts[1:]:
-        rings, singles, timeline = timelines.follow(target, end, exchanges, part.sequences, part.inputs)
-        found.append(_timeline_groups(rings, singles, timeline, part.inputs))
+        rings, singles = timelines.follow(target, end, exchanges, part.sequences, part.inputs)
+        found.append(_timeline_groups(rings, singles, part.inputs))
     return gather(order, joined(parts, found) if parts else found[0])
 
 
-def _timeline_groups(rings: Rings, singles: SingleRankPacks, timeline: Timeline, inputs: PlannerInputs) -> Groups:
+def _timeline_groups(rings: Rings, singles: SingleRankPacks, inputs: PlannerInputs) -> Groups:
     """Return the rings and the open slots of single ranks as groups."""
-    count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
+    count, gaps = int(rings.placed[0]), int(rings.gaps[0])
     slots = singles.slot_tokens.shape[1]
     bins, slot = np.nonzero(singles.slot_tokens[: inputs.num_ranks + gaps] != CLOSED)
     group_of_slot = np.full((inputs.num_ranks + gaps, slots), -1)
@@ -240,8 +241,8 @@ def _timeline_groups(rings: Rings, singles: SingleRankPacks, timeline: Timeline,
     group_of = -2 - singles.bin_of  # sequences that share a ring's pack store -2 - ring
     group_of[in_slot] = group_of_slot[singles.bin_of[in_slot], singles.slot_of[in_slot]]
     group_of[rings.sequence[:count]] = np.arange(count)
-    bin_rank = np.concatenate((np.arange(inputs.num_ranks), timeline.gap_rank[:gaps]))
-    bin_start = np.concatenate((timeline.free, timeline.gap_start[:gaps]))
+    bin_rank = np.concatenate((np.arange(inputs.num_ranks), rings.gap_rank[:gaps]))
+    bin_start = np.concatenate((rings.free, rings.gap_start[:gaps]))
     return Groups(
         group_of=group_of,
         wave=np.full(count + len(bins), -1),

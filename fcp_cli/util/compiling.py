@@ -121,8 +121,7 @@ class _PackageCache(FunctionCache):
         self._cache_file: Any
         self._shipped: Any
         self._cache_file, self._shipped = (
-            _Index(folder, self._impl.filename_base, stamp)
-            for folder in (self.cache_path, SHIPPED)
+            _Index(folder, self._impl.filename_base, stamp) for folder in (self.cache_path, SHIPPED)
         )
 
     def has_entries(self) -> bool:

@@ -28,7 +28,7 @@ from fcp_cli.planning.compiled.core import (
     together,
     total_of,
 )
-from fcp_cli.planning.compiled.single_rank_packs import first_with_room, make_tree, roomiest, set_room
+from fcp_cli.planning.compiled.room_tree import first_with_room, make_tree, roomiest, set_room
 from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.compiling import inlined, kernel
 

@@ -32,7 +32,7 @@ from fcp_cli.planning.compiled.core import (
     together,
     traffic_of,
 )
-from fcp_cli.planning.compiled.single_rank_packs import (
+from fcp_cli.planning.compiled.room_tree import (
     Tree,
     first_with_room,
     make_tree,
