@@ -21,11 +21,10 @@ from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.util.arrays import FloatArray, IntArray
 
 # Effort limits are counts, not seconds, so that results do not depend on the machine's speed.
-_TARGETS_PER_WAVE = 24  # candidate targets considered per wave
-_FILLS_PER_WAVE = 16  # of these, how many are filled
+_EFFORT = wave_searches.Effort(tries=24, fills=16)  # candidate targets per wave
+_PAIR_EFFORT = wave_searches.Effort(tries=12, fills=6)  # the same for each wave of a replanned pair
 _WAVES_PER_PART = 24  # fewest per part, estimated from tokens; shorter steps are not cut
 _PATIENCE = 32  # consecutive pairs of waves without a gain before regrouping stops
-_TARGETS_PER_PAIR, _FILLS_PER_PAIR = 12, 6  # as above, for each wave of a pair
 _EXCHANGES = 300_000  # pairs of sequences compared per round of balancing; more for more than 1,024 sequences
 
 CLOSE_ENOUGH: Final = 0.005
@@ -100,7 +99,7 @@ def assign_waves(
         limit_seconds: makespan to beat.
     """
     found, held, waves = [], np.empty(0, dtype=np.int64), 0
-    seconds, work = 0.0, float(sequences.work.sum())  # seconds of planned waves; work still to plan
+    done, work = 0.0, float(sequences.work.sum())  # seconds of planned waves; work still to plan
     parts = wave_parts(sequences, inputs)
     alike = rank_parts(sequences, inputs) if len(parts) == 1 else []
     if alike:
@@ -112,50 +111,42 @@ def assign_waves(
         members = np.sort(np.concatenate((held, part)))
         own = some_of(sequences, members)
         is_last = number == len(parts)
-        targets, _widths, written = wave_searches.plan(limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, inputs)
-        if len(targets) == 0:
+        seconds, one = wave_searches.plan(limit, _EFFORT, is_last, own, inputs)
+        if seconds >= limit:
             return None
-        last = len(targets) if is_last else len(targets) - 1
-        one, groups, left = written
         held = members[one.group_of < 0]
-        assert left == len(held) and (left == 0 or not is_last), "the last wave does not take every sequence"
-        found.append((members, one, groups, waves))
-        waves += last
-        seconds += float(targets[:last].sum())
+        assert one.left == len(held) and (one.left == 0 or not is_last), "the last wave does not take every sequence"
+        found.append((members, one, waves))
+        waves += len(one.targets)
+        done += float(one.targets.sum())
         work -= float(own.work[one.group_of >= 0].sum())
         # The remaining work takes at least its even share per rank.
-        if seconds + work / inputs.num_ranks >= limit_seconds:
+        if done + work / inputs.num_ranks >= limit_seconds:
             return None
-    firsts = np.cumsum([0, *(groups for _, _, groups, _ in found)])
+    firsts = np.cumsum([0, *(len(one.wave) for _, one, _ in found)])
     group_of = np.empty(len(order), dtype=np.int64)
-    for (members, one, *_), first in zip(found, firsts, strict=False):
+    for (members, one, _), first in zip(found, firsts, strict=False):
         taken = one.group_of >= 0
         group_of[members[taken]] = one.group_of[taken] + first
-    wave = np.concatenate([one.wave[:groups] + before for _, one, groups, before in found])
-    degree = np.concatenate([one.degree[:groups] for _, one, groups, _ in found])
-    first_rank = np.concatenate([one.first[:groups] for _, one, groups, _ in found])
+    wave = np.concatenate([one.wave + before for _, one, before in found])
+    degree = np.concatenate([one.degree for _, one, _ in found])
+    first_rank = np.concatenate([one.first for _, one, _ in found])
     return gather(order, Groups(group_of, wave, degree, first_rank, np.zeros(len(wave))))
 
 
 def _waves_in_parts(parts: list[RankPart], order: IntArray, limit_seconds: float) -> Assignment | None:
     """Plan the waves of the first part, and those of the others by its targets; None if that fails."""
-    first = parts[0]
-    targets, widths, written = wave_searches.plan(
-        limit_seconds, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, True, first.sequences, first.inputs
-    )
-    if len(targets) == 0:
+    seconds, first = wave_searches.plan(limit_seconds, _EFFORT, True, parts[0].sequences, parts[0].inputs)
+    if seconds >= limit_seconds:
         return None
-    answers = [written]
+    found = [first]
     for part in parts[1:]:
-        answers.append(wave_searches.follow(targets, widths, part.sequences, part.inputs))
+        found.append(wave_searches.follow(first.targets, first.widths, part.sequences, part.inputs))
         # Not equivalent after all: sequences are left over.
-        if answers[-1][2]:
+        if found[-1].left:
             return None
-    found = [
-        Groups(one.group_of, one.wave[:groups], one.degree[:groups], one.first[:groups], np.zeros(groups))
-        for one, groups, _left in answers
-    ]
-    return gather(order, joined(parts, found))
+    groups = [Groups(one.group_of, one.wave, one.degree, one.first, np.zeros(len(one.wave))) for one in found]
+    return gather(order, joined(parts, groups))
 
 
 def regrouped(
@@ -182,7 +173,7 @@ def regrouped(
         head=np.empty(waves, dtype=np.int64),
         after=np.empty(n, dtype=np.int64),
     )
-    if not wave_searches.regroup(_PATIENCE, _TARGETS_PER_PAIR, _FILLS_PER_PAIR, places, sequences, inputs) > 0.0:
+    if not wave_searches.regroup(_PATIENCE, _PAIR_EFFORT, places, sequences, inputs) > 0.0:
         return None
     # (wave, first rank) identifies a group.
     key = places.wave * inputs.num_ranks + places.first
