@@ -19,6 +19,7 @@ from fcp_cli.planning.compiled.core import (
     across_at_best,
     across_of,
     alone_seconds,
+    least_degree,
     make_loads,
 )
 from fcp_cli.util.arrays import FloatArray, IntArray
@@ -111,8 +112,8 @@ def _inside_a_node(
     i: int, target: float, bound: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings
 ) -> Any:
     """Return least waste, degree (0 if none wastes less than `bound`) and first rank for sequence i inside a node."""
-    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+    attention, linear = sequences.attention[i], sequences.linear[i]
+    lowest = max(2, least_degree(i, sequences, inputs))
     best, best_degree, best_first = bound, 0, -1
     for degree in range(lowest, min(inputs.ranks_per_node, inputs.num_ranks) + 1):
         seconds = alone_seconds(i, degree, 0, sequences, inputs)
@@ -156,13 +157,13 @@ def _across_nodes(
     Returns:
         Waste, degree (0 if none wastes less than `bound`) and first rank.
     """
-    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
+    attention, linear = sequences.attention[i], sequences.linear[i]
     per_node = inputs.ranks_per_node
     nodes = inputs.num_ranks // per_node
     # Filled lazily: most rings are placed inside a node, and then no wider one can win.
     free_from, before = np.zeros(0), np.zeros(0)
     # Narrower groups are tried inside a node.
-    lowest = max(per_node + 1, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+    lowest = max(per_node + 1, least_degree(i, sequences, inputs))
     best, best_degree, best_first = bound, 0, -1
     degree = lowest
     if inputs.whole_nodes:

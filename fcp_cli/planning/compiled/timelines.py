@@ -65,25 +65,19 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
     """
     rings = make_rings(sequences, inputs)
     singles = make_single_rank_packs(sequences, inputs, rings)
-    if limit < np.inf:
-        late = _attempt(limit, sequences, inputs, rings, singles)
-        # If it does not fit by the limit, it hardly fits sooner.
-        if late != 0:
-            return rings, singles, 0.0, 0.0
+    # If it does not fit by the limit, it hardly fits sooner.
+    if limit < np.inf and _attempt(limit, sequences, inputs, rings, singles) != 0:
+        return rings, singles, 0.0, 0.0
     # A gap to `lower` that fits, and the largest known not to. This terminates, since large gaps always fit. It starts
     # small, since an attempt far above the first fit builds a poor step.
     gap, infeasible = 0.002, 0.0
-    while True:
-        late = _attempt(lower * (1.0 + gap), sequences, inputs, rings, singles)
-        if late == 0:
-            break
+    while _attempt(lower * (1.0 + gap), sequences, inputs, rings, singles) != 0:
         infeasible = gap
         gap *= 2.0
     # To 0.05 %: finer gains come from the lower targets below, and from balancing.
     while gap - infeasible > 0.0005:
         middle = 0.5 * (gap + infeasible)
-        late = _attempt(lower * (1.0 + middle), sequences, inputs, rings, singles)
-        if late == 0:
+        if _attempt(lower * (1.0 + middle), sequences, inputs, rings, singles) == 0:
             gap = middle
         else:
             infeasible = middle
@@ -91,14 +85,13 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
     best, best_target = np.inf, 0.0
     for k in range(4):
         target = lower * (1.0 + gap * (1.0 - k / 4.0))
-        late = _attempt(target, sequences, inputs, rings, singles)
-        if late < 0:
+        if _attempt(target, sequences, inputs, rings, singles) < 0:
             break  # lower targets need even wider rings
         end = balance(target, rings.gaps[0], work_limit, sequences, inputs, singles)
         if end < best:
             best, best_target = end, target
     # The arrays hold the last attempt; repeating the best one is cheaper than copying every improvement.
-    late = _attempt(best_target, sequences, inputs, rings, singles)
+    _attempt(best_target, sequences, inputs, rings, singles)
     balance(best_target, rings.gaps[0], work_limit, sequences, inputs, singles)
     return rings, singles, best_target, best
 

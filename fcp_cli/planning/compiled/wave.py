@@ -29,6 +29,7 @@ from fcp_cli.planning.compiled.core import (
     alone_seconds,
     enter_empty,
     enter_load,
+    least_degree,
     least_of_packs,
     load_at,
     make_loads,
@@ -83,8 +84,8 @@ class Pool(NamedTuple):
     """Sequences that a wave may take or has left, and precomputed values; arrays are [sequences] if not stated.
 
     Attributes:
-        waiting: sequences still to be planned, by falling work; entries beyond `count` are unused.
-        count: [1] number of waiting sequences.
+        waiting: sequences still to be planned, by falling work; entries beyond `num_waiting` are unused.
+        num_waiting: [1] number of waiting sequences.
         left_over: sequences left by the wave filled last: long ones, then others, each by falling work.
         small: sequences that need no ring; scratch space of a wave.
         kept: sequences left by the best wave so far.
@@ -96,7 +97,7 @@ class Pool(NamedTuple):
     """
 
     waiting: IntArray
-    count: IntArray
+    num_waiting: IntArray
     left_over: IntArray
     small: IntArray
     kept: IntArray
@@ -190,7 +191,7 @@ def wait_for_next(rest: IntArray, count: int, pool: Pool) -> None:
     """Let the sequences rest[:count] of the pool wait for the next wave, and no others."""
     for k in range(count):
         pool.waiting[k] = rest[k]
-    pool.count[0] = count
+    pool.num_waiting[0] = count
 
 
 @kernel
@@ -281,7 +282,7 @@ def place_rings(target: float, width: int, sequences: Sequences, inputs: Planner
     ranks_left = inputs.num_ranks
     rest, small = 0, 0
     refused = 0.0
-    for k in range(pool.count[0]):
+    for k in range(pool.num_waiting[0]):
         i = pool.waiting[k]
         if _is_small(i, target, width, sequences, inputs):
             pool.small[small] = i
@@ -319,8 +320,8 @@ def _is_small(i: int, target: float, width: int, sequences: Sequences, inputs: P
 @leaf
 def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
     """Place a long sequence on the smallest degree that ends by target; return the degree, or 0 if none fits."""
-    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+    attention, linear = sequences.attention[i], sequences.linear[i]
+    lowest = max(2, least_degree(i, sequences, inputs))
     # Fewer ranks cannot do the work in time; 1e-9 keeps rounding from adding a rank.
     lowest = max(lowest, int(np.ceil((attention + linear) / (target - inputs.prices.beta) - 1e-9)))
     # Degrees far above the least only pay if the ring is exposed; they are only tried for the wave's first ring.

@@ -39,6 +39,7 @@ from fcp_cli.planning.compiled.core import (
     alone_seconds,
     enter_load,
     falling_order,
+    least_degree,
     load_at,
     make_loads,
     pack_seconds,
@@ -141,11 +142,13 @@ def replay(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: 
             wave_of[groups], degree_of[groups], first_of[groups] = w, wave.degree[g], wave.first[g]
             number_of[g] = groups
             groups += 1
-        for k in range(pool.count[0]):
+        for k in range(pool.num_waiting[0]):
             if wave.group_of[pool.waiting[k]] >= 0:
                 group_of[pool.waiting[k]] = number_of[wave.group_of[pool.waiting[k]]]
         wait_for_next(pool.left_over, left, pool)
-    return Waves(targets, widths, wave_of[:groups], degree_of[:groups], first_of[:groups], group_of, pool.count[0])
+    return Waves(
+        targets, widths, wave_of[:groups], degree_of[:groups], first_of[:groups], group_of, pool.num_waiting[0]
+    )
 
 
 @kernel
@@ -170,7 +173,7 @@ def search(limit: float, effort: Effort, sequences: Sequences, inputs: PlannerIn
     done = 0.0
     best, best_wave, best_target, best_width = limit, -1, 0.0, 1
     for w in range(n):
-        work, tokens = _totals(pool.waiting, pool.count[0], pool, sequences)
+        work, tokens = _totals(pool.waiting, pool.num_waiting[0], pool, sequences)
         # No continuation can win.
         if done + _bound(work, tokens, inputs) >= best:
             break
@@ -203,7 +206,7 @@ def last_wave(
     width: int, limit: float, tolerance: float, sequences: Sequences, inputs: PlannerInputs, wave: Wave
 ) -> float:
     """Return the smallest target found for which all waiting sequences fit in one wave; infinite if above `limit`."""
-    work, tokens = _totals(wave.pool.waiting, wave.pool.count[0], wave.pool, sequences)
+    work, tokens = _totals(wave.pool.waiting, wave.pool.num_waiting[0], wave.pool, sequences)
     # Start at a lower bound, since each `fill_wave` costs a pass over all waiting sequences.
     low = max(_bound(work, tokens, inputs), _shortest(wave.pool.waiting[0], sequences, inputs))
     # Give up well above the bound: sequences may not pack into the token budget at any target.
@@ -278,14 +281,13 @@ def candidates(tries: int, pool: Pool, sequences: Sequences, inputs: PlannerInpu
     before. The rest is a grid from its shortest time to beyond that of the densest wave.
     """
     out, longest = np.zeros(tries), pool.waiting[0]
-    work, _tokens = _totals(pool.waiting, pool.count[0], pool, sequences)
+    work, _tokens = _totals(pool.waiting, pool.num_waiting[0], pool, sequences)
     lowest = _shortest(longest, sequences, inputs)
     even = inputs.prices.beta + 1.02 * work / inputs.num_ranks
     # Not beyond all waiting work shared evenly, nor far beyond the densest wave, but at least 1.3 x the lowest.
     highest = max(1.3 * lowest, min(even, 1.6 * _densest(pool, sequences, inputs)))
     n, previous = 0, np.inf
-    first = (sequences.tokens[longest] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
-    for degree in range(first, inputs.num_ranks + 1):
+    for degree in range(least_degree(longest, sequences, inputs), inputs.num_ranks + 1):
         seconds = max(_alone(longest, degree, sequences, inputs), inputs.floor)
         # A degree that is hardly faster would only give the same wave again.
         if seconds <= highest + 1e-12 and seconds < previous * 0.97 and n < tries // 2:
@@ -310,7 +312,7 @@ def _fill_and_rate(target: float, width: int, sequences: Sequences, inputs: Plan
     """
     pool = wave.pool
     left = fill_wave(target, width, sequences, inputs, wave)
-    if left == pool.count[0]:
+    if left == pool.num_waiting[0]:
         return np.inf, 0.0, left
     work, tokens = _totals(pool.left_over, left, pool, sequences)
     longest = pool.left_over[0] if left else -1
@@ -366,7 +368,7 @@ def _totals(members: IntArray, count: int, pool: Pool, sequences: Sequences) -> 
 def _densest(pool: Pool, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the seconds of a wave filled with the heaviest sequences, shared evenly."""
     work, room = 0.0, inputs.num_ranks * inputs.tokens_per_rank
-    for k in range(pool.count[0]):
+    for k in range(pool.num_waiting[0]):
         tokens = sequences.tokens[pool.waiting[k]]
         # The last one counts in part: this is a bound, not a packing.
         work += min(1.0, room / tokens) * sequences.work[pool.waiting[k]]
@@ -380,9 +382,8 @@ def _densest(pool: Pool, sequences: Sequences, inputs: PlannerInputs) -> float:
 def _shortest(i: int, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the seconds of a wave with only sequence i, on its best degree."""
     best = np.inf
-    lowest = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
     # Try all degrees: seconds jump where groups begin to cross nodes.
-    for degree in range(lowest, inputs.num_ranks + 1):
+    for degree in range(least_degree(i, sequences, inputs), inputs.num_ranks + 1):
         best = min(best, _alone(i, degree, sequences, inputs))
     return float(max(best, inputs.floor))
 
