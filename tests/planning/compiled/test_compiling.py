@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.util import compiling as compiling
+from fcp_cli.util import compiling
 from fcp_cli.util.compiling import is_kept, kernel, package_stamp, timed_loading
 from tests.patience import PATIENCE_SECONDS
 
@@ -97,7 +97,7 @@ def test_machine_code_is_for_every_processor_of_the_architecture(
 ) -> None:
     made = doubling(tmp_path, monkeypatch)
     made(4)
-    ((_signature, (_triple, processor, features), _code),) = made._cache._cache_file._load_index()
+    ((_signature, (_triple, processor, features), _code),) = made._cache._cache_file.local._load_index()
     assert (processor, features) == (os.environ.get("NUMBA_CPU_NAME", "generic"), "")
 
 
@@ -159,7 +159,7 @@ def test_the_wheel_brings_the_kernels_of_plans_and_of_their_pipelines(tmp_path: 
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     kept_functions = {file.name.split("-")[0] for file in (tmp_path / "kept").glob("*.nbi")}
-    assert {"iteration.schedule", "microbatch.plan", "layout.places", "kernel.longest_paths"} <= kept_functions
+    assert {"timelines.schedule", "waves.plan", "microbatches.places", "kernel.longest_paths"} <= kept_functions
 
 
 @pytest.mark.processes
