@@ -13,18 +13,18 @@ from fcp_cli.planning.compiled import timelines
 from fcp_cli.planning.compiled import waves as wave_searches
 from fcp_cli.planning.compiled.certificate import work_in_rings
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
-from fcp_cli.planning.compiled.ring_placement import Rings, Timeline
-from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks, dealt
+from fcp_cli.planning.compiled.ring_placement import Rings
+from fcp_cli.planning.compiled.room_tree import dealt
+from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks
 from fcp_cli.planning.kernel_inputs import with_recomputation
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.util.arrays import FloatArray, IntArray
 
 # Effort limits are counts, not seconds, so that results do not depend on the machine's speed.
-_TARGETS_PER_WAVE = 24  # candidate targets considered per wave
-_FILLS_PER_WAVE = 16  # of these, how many are filled
+_EFFORT = wave_searches.Effort(tries=24, fills=16)  # candidate targets per wave
+_PAIR_EFFORT = wave_searches.Effort(tries=12, fills=6)  # the same for each wave of a replanned pair
 _WAVES_PER_PART = 24  # fewest per part, estimated from tokens; shorter steps are not cut
 _PATIENCE = 32  # consecutive pairs of waves without a gain before regrouping stops
-_TARGETS_PER_PAIR, _FILLS_PER_PAIR = 12, 6  # as above, for each wave of a pair
 _EXCHANGES = 300_000  # pairs of sequences compared per round of balancing; more for more than 1,024 sequences
 
 CLOSE_ENOUGH: Final = 0.005
@@ -99,7 +99,7 @@ def assign_waves(
         limit_seconds: makespan to beat.
     """
     found, held, waves = [], np.empty(0, dtype=np.int64), 0
-    seconds, work = 0.0, float(sequences.work.sum())  # seconds of planned waves; work still to plan
+    done, work = 0.0, float(sequences.work.sum())  # seconds of planned waves; work still to plan
     parts = wave_parts(sequences, inputs)
     alike = rank_parts(sequences, inputs) if len(parts) == 1 else []
     if alike:
@@ -111,50 +111,42 @@ def assign_waves(
         members = np.sort(np.concatenate((held, part)))
         own = some_of(sequences, members)
         is_last = number == len(parts)
-        targets, _widths, written = wave_searches.plan(limit, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, is_last, own, inputs)
-        if len(targets) == 0:
+        seconds, one = wave_searches.plan(limit, _EFFORT, is_last, own, inputs)
+        if seconds >= limit:
             return None
-        last = len(targets) if is_last else len(targets) - 1
-        one, groups, left = written
         held = members[one.group_of < 0]
-        assert left == len(held) and (left == 0 or not is_last), "the last wave does not take every sequence"
-        found.append((members, one, groups, waves))
-        waves += last
-        seconds += float(targets[:last].sum())
+        assert one.left == len(held) and (one.left == 0 or not is_last), "the last wave does not take every sequence"
+        found.append((members, one, waves))
+        waves += len(one.targets)
+        done += float(one.targets.sum())
         work -= float(own.work[one.group_of >= 0].sum())
         # The remaining work takes at least its even share per rank.
-        if seconds + work / inputs.num_ranks >= limit_seconds:
+        if done + work / inputs.num_ranks >= limit_seconds:
             return None
-    firsts = np.cumsum([0, *(groups for _, _, groups, _ in found)])
+    firsts = np.cumsum([0, *(len(one.wave) for _, one, _ in found)])
     group_of = np.empty(len(order), dtype=np.int64)
-    for (members, one, *_), first in zip(found, firsts, strict=False):
+    for (members, one, _), first in zip(found, firsts, strict=False):
         taken = one.group_of >= 0
         group_of[members[taken]] = one.group_of[taken] + first
-    wave = np.concatenate([one.wave[:groups] + before for _, one, groups, before in found])
-    degree = np.concatenate([one.degree[:groups] for _, one, groups, _ in found])
-    first_rank = np.concatenate([one.first[:groups] for _, one, groups, _ in found])
+    wave = np.concatenate([one.wave + before for _, one, before in found])
+    degree = np.concatenate([one.degree for _, one, _ in found])
+    first_rank = np.concatenate([one.first for _, one, _ in found])
     return gather(order, Groups(group_of, wave, degree, first_rank, np.zeros(len(wave))))
 
 
 def _waves_in_parts(parts: list[RankPart], order: IntArray, limit_seconds: float) -> Assignment | None:
     """Plan the waves of the first part, and those of the others by its targets; None if that fails."""
-    first = parts[0]
-    targets, widths, written = wave_searches.plan(
-        limit_seconds, _TARGETS_PER_WAVE, _FILLS_PER_WAVE, True, first.sequences, first.inputs
-    )
-    if len(targets) == 0:
+    seconds, first = wave_searches.plan(limit_seconds, _EFFORT, True, parts[0].sequences, parts[0].inputs)
+    if seconds >= limit_seconds:
         return None
-    answers = [written]
+    found = [first]
     for part in parts[1:]:
-        answers.append(wave_searches.follow(targets, widths, part.sequences, part.inputs))
+        found.append(wave_searches.follow(first.targets, first.widths, part.sequences, part.inputs))
         # Not equivalent after all: sequences are left over.
-        if answers[-1][2]:
+        if found[-1].left:
             return None
-    found = [
-        Groups(one.group_of, one.wave[:groups], one.degree[:groups], one.first[:groups], np.zeros(groups))
-        for one, groups, _left in answers
-    ]
-    return gather(order, joined(parts, found))
+    groups = [Groups(one.group_of, one.wave, one.degree, one.first, np.zeros(len(one.wave))) for one in found]
+    return gather(order, joined(parts, groups))
 
 
 def regrouped(
@@ -181,7 +173,7 @@ def regrouped(
         head=np.empty(waves, dtype=np.int64),
         after=np.empty(n, dtype=np.int64),
     )
-    if not wave_searches.regroup(_PATIENCE, _TARGETS_PER_PAIR, _FILLS_PER_PAIR, places, sequences, inputs) > 0.0:
+    if not wave_searches.regroup(_PATIENCE, _PAIR_EFFORT, places, sequences, inputs) > 0.0:
         return None
     # (wave, first rank) identifies a group.
     key = places.wave * inputs.num_ranks + places.first
@@ -219,19 +211,19 @@ def assign_timelines(
     parts = rank_parts(sequences, inputs)
     own, ranks = (parts[0].sequences, parts[0].inputs) if parts else (sequences, inputs)
     exchanges = _EXCHANGES * (1 if len(own.work) <= 1024 else len(own.work) // 64)
-    rings, singles, timeline, target, end = timelines.schedule(lower, limit_seconds, exchanges, own, ranks)
+    rings, singles, target, end = timelines.schedule(lower, limit_seconds, exchanges, own, ranks)
     if not target:
         return None
-    found = [_timeline_groups(rings, singles, timeline, ranks)]
+    found = [_timeline_groups(rings, singles, ranks)]
     for part in parts[1:]:
-        rings, singles, timeline = timelines.follow(target, end, exchanges, part.sequences, part.inputs)
-        found.append(_timeline_groups(rings, singles, timeline, part.inputs))
+        rings, singles = timelines.follow(target, end, exchanges, part.sequences, part.inputs)
+        found.append(_timeline_groups(rings, singles, part.inputs))
     return gather(order, joined(parts, found) if parts else found[0])
 
 
-def _timeline_groups(rings: Rings, singles: SingleRankPacks, timeline: Timeline, inputs: PlannerInputs) -> Groups:
+def _timeline_groups(rings: Rings, singles: SingleRankPacks, inputs: PlannerInputs) -> Groups:
     """Return the rings and the open slots of single ranks as groups."""
-    count, gaps = int(rings.placed[0]), int(timeline.gaps[0])
+    count, gaps = int(rings.placed[0]), int(rings.gaps[0])
     slots = singles.slot_tokens.shape[1]
     bins, slot = np.nonzero(singles.slot_tokens[: inputs.num_ranks + gaps] != CLOSED)
     group_of_slot = np.full((inputs.num_ranks + gaps, slots), -1)
@@ -240,8 +232,8 @@ def _timeline_groups(rings: Rings, singles: SingleRankPacks, timeline: Timeline,
     group_of = -2 - singles.bin_of  # sequences that share a ring's pack store -2 - ring
     group_of[in_slot] = group_of_slot[singles.bin_of[in_slot], singles.slot_of[in_slot]]
     group_of[rings.sequence[:count]] = np.arange(count)
-    bin_rank = np.concatenate((np.arange(inputs.num_ranks), timeline.gap_rank[:gaps]))
-    bin_start = np.concatenate((timeline.free, timeline.gap_start[:gaps]))
+    bin_rank = np.concatenate((np.arange(inputs.num_ranks), rings.gap_rank[:gaps]))
+    bin_start = np.concatenate((rings.free, rings.gap_start[:gaps]))
     return Groups(
         group_of=group_of,
         wave=np.full(count + len(bins), -1),

@@ -4,6 +4,19 @@ No fast-math and no threads, so that results are bitwise equal and every machine
 generic processor of the architecture, so that kernels in a wheel (`make wheel`) or a shared home folder work on all
 machines, without loss of speed. This applies to everything that numba compiles in this process;
 `NUMBA_CPU_NAME=host` targets the local processor instead.
+
+By default numba compiles every function several times: to machine code with a Python wrapper, with a C wrapper, and
+again inside each caller, which took over a minute for a planner of 150 functions. Here a callee is typed and lowered
+once, as a part, and linked as LLVM code into the entry points that Python calls (`Kernel`); only those become machine
+code. Compile time is linear in the size of the functions.
+
+numba also passes a named tuple member by member, and an array is seven members, which used to dominate compile time.
+Here named tuples of arrays are passed by reference, as one pointer (`Reference`). The functions need no change: a
+function owns the tuples that it creates and passes them by reference, and Python's caller keeps the arguments alive.
+Tuples are immutable, so members are read in place.
+
+Of numba's internals, `Kernel` extends the dispatcher, `_EntryCompiler` the compiler, and two libraries the linking of
+LLVM code; the cache is numba's own, with other files. Tried with numba 0.59.1, 0.61.2, 0.65.1 and 0.68.1.
 """
 
 from __future__ import annotations
@@ -24,7 +37,7 @@ from llvmlite.binding import Linkage
 from numba.core import cgutils, config, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler, Flags, compile_extra
+from numba.core.compiler import Compiler
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.errors import TypingError
 from numba.core.event import TimingListener, install_listener, trigger_event
@@ -68,8 +81,8 @@ def inlined(function: _Function) -> _Function:
 
 def is_kept(compiled: Any) -> bool:
     """Return whether the disk cache or the wheel has this function compiled from the same sources."""
-    kept = getattr(compiled, "_cache", None)  # plain functions, under NUMBA_DISABLE_JIT, have none
-    return isinstance(kept, _PackageCache) and kept.has_entries()
+    kept = getattr(getattr(compiled, "_cache", None), "_cache_file", None)  # plain functions have none
+    return isinstance(kept, CacheFiles) and kept.has_entries()
 
 
 @contextmanager
@@ -82,7 +95,7 @@ def timed_loading() -> Iterator[Callable[[], float]]:
 
 @cache
 def package_stamp(folder: Path) -> str:
-    """Return the cache stamp of a folder's kernels: a hash of its sources, this package and the cost formula."""
+    """Return the cache stamp of a folder's kernels: a hash of its sources, this file and the cost formula."""
     sources = (*sorted(folder.rglob("*.py")), Path(__file__), _FORMULA)
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -93,49 +106,45 @@ def folder_of(function: Callable[..., Any]) -> Path:
     return next((parent for parent in folder.parents if parent.name == "compiled"), folder)
 
 
-class _Index(IndexDataCacheFile):
-    """numba's cache index of a function; an index that refers to removed classes counts as empty and is overwritten.
+class CacheFiles:
+    """Cache files of a kernel, on this machine and in the wheel; replaces the file object of numba's cache.
 
-    numba unpickles an index before comparing its stamp, so without this a release that renames a class would fail on
-    the cache of an earlier one.
+    Entries are valid for one state of the function's whole folder. numba only checks the function's own file, but
+    callees in other files are compiled into it, so their changes would go unnoticed. Entries with another stamp are
+    ignored and later overwritten, as numba does after a change of the file itself; nothing is deleted.
+
+    numba unpickles an index before comparing its stamp, so an index of an earlier release may name a class that is gone
+    (AttributeError, ImportError). It counts as empty.
     """
 
-    def _load_index(self) -> Any:
-        try:
-            return super()._load_index()
-        except (AttributeError, ImportError):
-            return {}
-
-
-class _PackageCache(FunctionCache):
-    """numba's disk cache, with entries that are valid for one state of the function's whole folder.
-
-    numba only checks the function's own file, but callees in other files are compiled into it, so their changes would
-    go unnoticed. numba has no setting for this, so the stamp of its index is replaced here. Entries with another stamp
-    are ignored and later overwritten, as numba does after a change of the file itself; nothing is deleted.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
+    def __init__(self, function: Callable[..., Any], folder: str, filename_base: str) -> None:
         stamp = package_stamp(folder_of(function))
-        self._cache_file: Any
-        self._shipped: Any
-        self._cache_file, self._shipped = (
-            _Index(folder, self._impl.filename_base, stamp) for folder in (self.cache_path, SHIPPED)
-        )
+        self.local: Any = IndexDataCacheFile(folder, filename_base, stamp)
+        self._shipped: Any = IndexDataCacheFile(str(SHIPPED), filename_base, stamp)
 
     def has_entries(self) -> bool:
+        """Return whether any entry is for the processors that this process compiles for."""
         machine = cpu_target.target_context.codegen().magic_tuple()
-        return any(key[1] == machine for file in (self._cache_file, self._shipped) for key in file._load_index())
+        for file in (self.local, self._shipped):
+            with suppress(AttributeError, ImportError):
+                if any(key[1] == machine for key in file._load_index()):
+                    return True
+        return False
 
-    def _load_overload(self, sig: Any, target_context: Any) -> Any:
-        with trigger_event(_COMPILE, data={"dispatcher": self}):  # count linking as loading time, too
-            found = super()._load_overload(sig, target_context)
-            if found is None and self._enabled:
-                key = self._index_key(sig, target_context.codegen())
-                data = self._shipped.load(key)
-                found = None if data is None else self._impl.rebuild(target_context, data)
-            return found
+    def load(self, key: Any) -> Any:
+        for file in (self.local, self._shipped):
+            with suppress(AttributeError, ImportError):
+                found = file.load(key)
+                if found is not None:
+                    return found
+        return None
+
+    def save(self, key: Any, data: Any) -> None:
+        try:
+            self.local.save(key, data)
+        except (AttributeError, ImportError):
+            self.local.flush()
+            self.local.save(key, data)
 
 
 def _compiled(function: Any, **options: Any) -> Any:
@@ -144,18 +153,20 @@ def _compiled(function: Any, **options: Any) -> Any:
     compiled: Any = Kernel(function, targetoptions={"nopython": True, "nogil": True, "boundscheck": None, **options})
     # OSError: not even a temporary folder can be created.
     with suppress(RuntimeError, OSError):
-        compiled._cache = _package_cache(function)  # like numba's `enable_caching`
+        compiled._cache = _disk_cache(function)  # like numba's `enable_caching`
     return compiled
 
 
-def _package_cache(function: Any) -> _PackageCache:
+def _disk_cache(function: Any) -> FunctionCache:
     try:
-        return _PackageCache(function)
+        kept: Any = FunctionCache(function)
     except RuntimeError:
         # No writable cache folder, for example on a read-only file system. The wheel's kernels still load. New ones go
         # to a private folder of this process, since other users could tamper with one at a known path.
         _CONFIG.CACHE_DIR = _folder_of_this_process()
-        return _PackageCache(function)
+        kept = FunctionCache(function)
+    kept._cache_file = CacheFiles(function, kept.cache_path, kept._impl.filename_base)
+    return cast(FunctionCache, kept)
 
 
 @cache
@@ -165,25 +176,25 @@ def _folder_of_this_process() -> str:
     return folder
 
 
-# numba dispatcher that compiles functions together with their callees, in time linear in their size.
-#
-# By default numba compiles every function several times: to machine code with a Python wrapper, with a C wrapper, and
-# again inside each caller, which took over a minute for a planner of 150 functions. Here a callee is typed and
-# lowered once and linked as LLVM code into the entry points that Python calls; only those become machine code. Named
-# tuples are passed by reference (`references`).
-
-
 class Kernel(CPUDispatcher):
     """Dispatcher of a compiled function: an entry point for Python, cached on disk, and a part of compiled callers."""
 
     def __init__(self, py_func: Any, locals: Any = None, targetoptions: Any = None) -> None:
         super().__init__(py_func, locals, targetoptions)
-        self._compiler = _Compiler(py_func, self.targetoptions, is_part=False)
-        self._part_compiler = _Compiler(py_func, self.targetoptions, is_part=True)
+        options = {**self.targetoptions, "no_cfunc_wrapper": True}
+        # `_nrt`: the wrapper releases references to Python's arguments.
+        self._compiler: Any = _FunctionCompiler(py_func, cpu_target, {**options, "_nrt": True}, {}, _EntryCompiler)
+        self._part_compiler: Any = _FunctionCompiler(
+            py_func, cpu_target, {**options, "no_cpython_wrapper": True}, {}, _PartCompiler
+        )
         self._parts: dict[tuple[Any, ...], Any] = {}
 
     def typeof_pyval(self, value: Any) -> Any:
         return by_reference(super().typeof_pyval(value))
+
+    def compile(self, sig: Any) -> Any:
+        with trigger_event(_COMPILE, data={"dispatcher": self}):  # count linking as loading time, too
+            return super().compile(sig)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Return the call template of a call from a compiled function; overrides numba's dispatcher."""
@@ -204,78 +215,48 @@ class Kernel(CPUDispatcher):
         return self._parts[tuple(kinds)].fndesc
 
 
-class _Flags(Flags):
-    """Compilation flags with a fast comparison of set flags only, since numba compares them many thousand times."""
+class _EntryCompiler(Compiler):
+    """Compiler of a function as an entry point, together with all its parts."""
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Flags):
-            return NotImplemented
-        mine, its = self._values, other._values
-        return bool(mine == its) or all(getattr(self, name) == getattr(other, name) for name in {*mine, *its})
+    is_part = False
 
-    def __hash__(self) -> int:
-        return _HASH_OF_FLAGS
-
-
-_HASH_OF_FLAGS: Final = hash(Flags())  # constant, as in numba's own flags
+    def compile_extra(self, func: Any) -> Any:
+        self.state.flags.no_compile = self.is_part
+        library = _PartLibrary if self.is_part else _EntryLibrary
+        self.state.library = library(self.state.targetctx.codegen(), func.__qualname__)
+        self.state.library.enable_object_caching()
+        return super().compile_extra(func)
 
 
-class _Compiler(_FunctionCompiler):
-    """Compiler of a function as an entry point, or as a part of its callers."""
+class _PartCompiler(_EntryCompiler):
+    """Compiler of a function as a part of its callers, without machine code of its own."""
 
-    def __init__(self, function: Any, options: dict[str, Any], *, is_part: bool) -> None:
-        own = {"no_cfunc_wrapper": True, "no_cpython_wrapper": is_part}
-        if not is_part:
-            own["_nrt"] = True  # the wrapper releases references to Python's arguments
-        super().__init__(function, cpu_target, {**options, **own}, {}, Compiler)
-        self._is_part = is_part
-
-    def _compile_core(self, args: Any, return_type: Any) -> Any:
-        flags: Any = _Flags()
-        context = cpu_target.target_context
-        cpu_target.options.parse_as_flags(flags, self.targetoptions)
-        flags.no_compile = self._is_part
-        library = (_PartLibrary if self._is_part else _Whole)(context.codegen(), self.py_func.__qualname__)
-        library.enable_object_caching()
-        return compile_extra(
-            cpu_target.typing_context,
-            context,
-            self.py_func,
-            args,
-            return_type,
-            flags,
-            self.locals,
-            library=library,
-            pipeline_class=self.pipeline_class,
-        )
+    is_part = True
 
 
-class _Whole(JITCodeLibrary):
+class _EntryLibrary(JITCodeLibrary):
     """Machine code of an entry point and all its parts."""
-
-    def add_linking_library(self, library: Any) -> None:
-        if library in self._linking_libraries:
-            return
-        super().add_linking_library(library)
-        if isinstance(library, _PartLibrary):
-            for more in library._linking_libraries:
-                self.add_linking_library(more)
 
     def finalize(self) -> None:
         # Parts first: LLVM only links functions of numba's own libraries that are referenced by then.
-        self._linking_libraries.sort(key=lambda library: not isinstance(library, _PartLibrary))
+        libraries, self._linking_libraries = self._linking_libraries, []
+        parts: dict[_PartLibrary, None] = {}
+        while libraries:
+            library = libraries.pop()
+            if not isinstance(library, _PartLibrary):
+                self._linking_libraries.append(library)
+            elif library not in parts:
+                parts[library] = None
+                libraries.extend(library._linking_libraries)
+        for part in parts:
+            self._final_module.link_in(part._final_module, preserve=True)
+        for name in (name for part in parts for name in part.names):
+            self._final_module.get_function(name).linkage = "internal"
         super().finalize()
-
-    def _optimize_final_module(self) -> None:
-        for library in self._linking_libraries:
-            if isinstance(library, _PartLibrary):
-                for name in library.names:
-                    self._final_module.get_function(name).linkage = "internal"
-        super()._optimize_final_module()
 
 
 class _PartLibrary(JITCodeLibrary):
-    """Unoptimized LLVM code of a part, to be linked into its callers; `names` lists its external functions."""
+    """Unoptimized LLVM code of a part, to be linked into entry points; `names` lists its external functions."""
 
     names: tuple[str, ...] = ()
 
@@ -286,16 +267,6 @@ class _PartLibrary(JITCodeLibrary):
         functions = (one for one in self._final_module.functions if not one.is_declaration)
         self.names = tuple(one.name for one in functions if one.linkage == Linkage.external)
         self._finalized = True
-
-    def _get_module_for_linking(self) -> Any:
-        return self._final_module
-
-
-# numba type that passes named tuples of arrays by reference: one pointer instead of hundreds of values.
-#
-# numba passes a tuple member by member, and an array is seven members, which used to dominate compile time. The
-# functions need no change: a function owns the tuples that it creates and passes them by reference, and Python's
-# caller keeps the arguments alive. Tuples are immutable, so members are read in place.
 
 
 class Reference(types.Type):

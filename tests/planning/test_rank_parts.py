@@ -14,7 +14,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning import searches
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.compiled.single_rank_packs import first_with_room, make_tree, most_work, set_room, usable_seconds
+from fcp_cli.planning.compiled.room_tree import first_with_room, make_tree, most_work, set_room, usable_seconds
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Batch, Problem
 from tests.planning.examples import first_step, one_batch

@@ -1,6 +1,6 @@
 """Compiled longest paths of `pipeline`, and local search along the critical path.
 
-Imported by `pipeline` only, and lazily.
+Imported by `pipeline` only, and lazily, since numba is slow to import.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from fcp_cli.util.compiling import kernel, leaf
 
 
 class Graph(NamedTuple):
-    """Dependency graph of a step on replicas with pipelines of L blocks; operations are numbered by `order.operation`.
+    """Dependency graph of a step on replicas with pipelines of L blocks; operations are numbered as by
+    `pipeline.operation`.
 
     An entry is a (micro-batch, replica) pair, ordered as in the micro-batches' groups.
 
     Attributes:
         rank_offsets: [microbatches + 1] offsets of the entries of each micro-batch.
+        ranks: [entries] the replica.
         base: [entries] first row in `turns` of the micro-batch's operations on the replica.
         rank_first: [entries] offset of the replica's micro-batches in `rank_microbatches`.
         rank_microbatches: micro-batches of each replica in execution order, concatenated.
@@ -29,10 +31,11 @@ class Graph(NamedTuple):
         following: [2 L] next operation of the same micro-batch; -1 after the last backward.
         is_sent: [2 L] whether the result is sent to another device.
         meets: whether sends block sender and receiver.
-        turns: [rows, 6] see `order.turns_of`.
+        turns: [rows, 6] see `pipeline.turns_of`.
     """
 
     rank_offsets: IntArray
+    ranks: Int32Array
     base: IntArray
     rank_first: IntArray
     rank_microbatches: IntArray
@@ -45,26 +48,48 @@ class Graph(NamedTuple):
     turns: Int32Array
 
 
+class Paths(NamedTuple):
+    """Longest paths to the operations of a step; an operation is an index i * 2 L + c.
+
+    Attributes:
+        start: [microbatches x 2 L] start of each operation.
+        missing: number of its unmet dependencies; 0 unless there is a deadlock.
+        cause: its last dependency, or -1 without any.
+        ready: operations whose dependencies are met, a stack.
+        height: [1] height of the stack.
+    """
+
+    start: FloatArray
+    missing: Int32Array
+    cause: Int32Array
+    ready: Int32Array
+    height: IntArray
+
+
 @kernel
 def longest_paths(graph: Graph, limit: float) -> Any:
-    """Return [microbatches x 2 L] start, number of unmet dependencies, and last dependency of each operation.
+    """Return the longest paths to all operations.
 
-    Unmet dependencies are 0 unless there is a deadlock. The last dependency is an index i * 2 L + c, or -1 without any.
     If the step must exceed `limit`, the simulation stops and sets the start of the current operation to infinity.
     """
     rank_offsets, base, rank_first, turns = graph.rank_offsets, graph.base, graph.rank_first, graph.turns
     following, is_sent, durations = graph.following, graph.is_sent, graph.durations
     per, count = len(following), len(rank_offsets) - 1
-    start, missing = np.zeros(count * per), _dependencies(graph)
-    stack, top = np.empty(count * per, dtype=np.int32), 0
-    cause = np.full(count * per, -1, dtype=np.int32)
+    paths = Paths(
+        np.zeros(count * per),
+        _dependencies(graph),
+        np.full(count * per, -1, dtype=np.int32),
+        np.empty(count * per, dtype=np.int32),
+        np.zeros(1, dtype=np.int64),
+    )
+    start, ready, height = paths.start, paths.ready, paths.height
     for node in range(count * per):
-        if missing[node] == 0:
-            stack[top] = node
-            top += 1
-    while top:
-        top -= 1
-        node = stack[top]
+        if paths.missing[node] == 0:
+            ready[height[0]] = node
+            height[0] += 1
+    while height[0]:
+        height[0] -= 1
+        node = ready[height[0]]
         i = node // per
         c = node - i * per
         if start[node] + graph.left[i, c] > limit:
@@ -73,7 +98,7 @@ def longest_paths(graph: Graph, limit: float) -> Any:
         end = start[node] + durations[i, c]
         sends = graph.sends[i] if is_sent[c] else 0.0
         if following[c] >= 0:
-            top = _tell(node - c + following[c], end + sends, node, start, missing, cause, stack, top)
+            _tell(node - c + following[c], end + sends, node, paths)
         if not graph.meets:
             sends = 0.0
         for entry in range(rank_offsets[i], rank_offsets[i + 1]):
@@ -86,23 +111,21 @@ def longest_paths(graph: Graph, limit: float) -> Any:
                 late = max(sends, graph.sends[of])
                 if turns[row, 3] >= 0:  # a blocked sender continues once this device has received
                     then = graph.rank_microbatches[first + turns[row, 4]]
-                    at = then * per + turns[row, 3]
-                    top = _tell(at, end + graph.sends[of], node, start, missing, cause, stack, top)
-            top = _tell(of * per + turns[row, 0], end + late, node, start, missing, cause, stack, top)
-    return start, missing, cause
+                    _tell(then * per + turns[row, 3], end + graph.sends[of], node, paths)
+            _tell(of * per + turns[row, 0], end + late, node, paths)
+    return paths
 
 
-@kernel
-def seconds_of(graph: Graph, limit: float) -> float:
-    """Return the end of a step; infinite on a deadlock or beyond `limit`."""
-    per = len(graph.following)
-    start, missing, _cause = longest_paths(graph, limit)
-    last = 0.0
-    for node in range(len(start)):
-        if missing[node]:
-            return np.inf
-        last = max(last, start[node] + graph.durations[node // per, node % per])
-    return last
+@leaf
+def _tell(node: int, earliest: float, by: int, paths: Paths) -> None:
+    """Meet one dependency of an operation, which is ready once none is missing."""
+    if earliest > paths.start[node]:
+        paths.start[node] = earliest
+        paths.cause[node] = by
+    paths.missing[node] -= 1
+    if paths.missing[node] == 0:
+        paths.ready[paths.height[0]] = node
+        paths.height[0] += 1
 
 
 @kernel
@@ -120,21 +143,21 @@ def _dependencies(graph: Graph) -> Int32Array:
     return missing
 
 
-@leaf
-def _tell(node: int, earliest: float, by: int, start: Any, missing: Any, cause: Any, stack: Any, top: int) -> int:
-    """Meet one dependency of an operation, pushing it on the stack once it is ready; return the new stack height."""
-    if earliest > start[node]:
-        start[node] = earliest
-        cause[node] = by
-    missing[node] -= 1
-    if missing[node] == 0:
-        stack[top] = node
-        top += 1
-    return top
+@kernel
+def seconds_of(graph: Graph, limit: float) -> float:
+    """Return the end of a step; infinite on a deadlock or beyond `limit`."""
+    per = len(graph.following)
+    paths = longest_paths(graph, limit)
+    last = 0.0
+    for node in range(len(paths.start)):
+        if paths.missing[node]:
+            return np.inf
+        last = max(last, paths.start[node] + graph.durations[node // per, node % per])
+    return last
 
 
 @kernel
-def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_runs: int) -> Any:
+def better_places(graph: Graph, waves: int, reach: int, most_runs: int) -> Any:
     """Swap micro-batches on the critical path with neighbours while that shortens the step.
 
     Every replica runs one micro-batch per wave. Micro-batches of the two waves that share replicas are swapped
@@ -142,7 +165,6 @@ def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_
 
     Args:
         graph: dependency graph; `base` and `rank_microbatches` are modified in place.
-        ranks: [entries] replica of each entry.
         waves: number of waves.
         reach: largest distance of a swap, in waves.
         most_runs: limit of simulated candidates.
@@ -152,9 +174,8 @@ def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_
     """
     per = len(graph.following)
     path = np.empty(len(graph.rank_offsets) - 1, dtype=np.int64)
-    marks = np.zeros(len(graph.rank_microbatches) // waves, dtype=np.int64)
     seconds, length = _critical(graph, np.inf, path)
-    runs, mark, at = 1, 0, 0
+    runs, at = 1, 0
     while at < length * 2 * reach and runs < most_runs:
         row = path[at // (2 * reach)]
         away = at % (2 * reach)
@@ -164,8 +185,7 @@ def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_
         there = here + away
         if there < 0 or there >= waves:
             continue
-        mark += 1
-        _swap(graph, ranks, ranks[graph.rank_offsets[row]], here, there, waves, marks, mark)
+        _swap(row, here, there, waves, graph)
         enough = seconds * (1.0 - 1e-9)
         found, _length = _critical(graph, enough, path[:0])
         runs += 1
@@ -173,46 +193,18 @@ def better_places(graph: Graph, ranks: Int32Array, waves: int, reach: int, most_
             seconds, length = _critical(graph, np.inf, path)
             at = 0
         else:
-            mark += 1
-            _swap(graph, ranks, ranks[graph.rank_offsets[row]], here, there, waves, marks, mark)
+            _swap(row, here, there, waves, graph)  # back
     return graph.base[graph.rank_offsets[:-1]] // per
-
-
-@kernel
-def _swap(graph: Graph, ranks: Any, rank: int, here: int, there: int, waves: int, marks: Any, mark: int) -> None:
-    """Swap a replica's micro-batches of two waves, and those of all replicas transitively connected by rings there."""
-    per = len(graph.following)
-    queue = np.empty(len(marks), dtype=np.int64)
-    queue[0], size, at = rank, 1, 0
-    marks[rank] = mark
-    while at < size:
-        first = queue[at] * waves
-        at += 1
-        for place in (here, there):
-            row = graph.rank_microbatches[first + place]
-            for entry in range(graph.rank_offsets[row], graph.rank_offsets[row + 1]):
-                if marks[ranks[entry]] != mark:
-                    marks[ranks[entry]] = mark
-                    queue[size] = ranks[entry]
-                    size += 1
-    for at in range(size):
-        first = queue[at] * waves
-        one, other = graph.rank_microbatches[first + here], graph.rank_microbatches[first + there]
-        graph.rank_microbatches[first + here], graph.rank_microbatches[first + there] = other, one
-        for entry in range(graph.rank_offsets[one], graph.rank_offsets[one + 1]):
-            graph.base[entry] = there * per
-        for entry in range(graph.rank_offsets[other], graph.rank_offsets[other + 1]):
-            graph.base[entry] = here * per
 
 
 @kernel
 def _critical(graph: Graph, limit: float, path: IntArray) -> Any:
     """Return seconds and critical path length of a step; write the path's micro-batches to `path`, last first."""
     per = len(graph.following)
-    start, _missing, cause = longest_paths(graph, limit)
+    paths = longest_paths(graph, limit)
     seconds, last = 0.0, 0
-    for node in range(len(start)):
-        end = start[node] + graph.durations[node // per, node % per]
+    for node in range(len(paths.start)):
+        end = paths.start[node] + graph.durations[node // per, node % per]
         if end > seconds:
             seconds, last = end, node
     length = 0
@@ -224,5 +216,32 @@ def _critical(graph: Graph, limit: float, path: IntArray) -> Any:
         if not is_known:
             path[length] = row
             length += 1
-        last = cause[last]
+        last = paths.cause[last]
     return seconds, length
+
+
+@kernel
+def _swap(row: int, here: int, there: int, waves: int, graph: Graph) -> None:
+    """Swap a micro-batch's replica between two waves, with all replicas transitively connected to it by rings there."""
+    per, replicas = len(graph.following), len(graph.rank_microbatches) // waves
+    queue, is_known = np.empty(replicas, dtype=np.int64), np.zeros(replicas, dtype=np.bool_)
+    queue[0], size, at = graph.ranks[graph.rank_offsets[row]], 1, 0
+    is_known[queue[0]] = True
+    while at < size:
+        first = queue[at] * waves
+        at += 1
+        for place in (here, there):
+            met = graph.rank_microbatches[first + place]
+            for entry in range(graph.rank_offsets[met], graph.rank_offsets[met + 1]):
+                if not is_known[graph.ranks[entry]]:
+                    is_known[graph.ranks[entry]] = True
+                    queue[size] = graph.ranks[entry]
+                    size += 1
+    for at in range(size):
+        first = queue[at] * waves
+        one, other = graph.rank_microbatches[first + here], graph.rank_microbatches[first + there]
+        graph.rank_microbatches[first + here], graph.rank_microbatches[first + there] = other, one
+        for entry in range(graph.rank_offsets[one], graph.rank_offsets[one + 1]):
+            graph.base[entry] = there * per
+        for entry in range(graph.rank_offsets[other], graph.rank_offsets[other + 1]):
+            graph.base[entry] = here * per

@@ -1,4 +1,8 @@
-"""Layout of a batch as micro-batches of about equal seconds for pipelines; compiled by numba and cached on disk."""
+"""Compiled layout of a batch for pipelines, which prefer micro-batches of about equal seconds that follow each other.
+
+`lay` makes micro-batches of a target length; `places` reorders waves by length, in each part of the replicas that no
+ring connects to the others (`parts_of`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import numpy as np
 
 from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.compiling import kernel, leaf
+
+ORDERS = 8  # kinds of orders that `places` knows
 
 
 class Replicas(NamedTuple):
@@ -137,34 +143,6 @@ def _shared_out(
     return members, offsets
 
 
-@kernel
-def _by_falling(values: FloatArray) -> IntArray:
-    """Return the indices of a few values, largest first; `np.argsort` would take a second to compile."""
-    order = np.empty(len(values), dtype=np.int64)
-    for k in range(len(values)):
-        at = k
-        while at > 0 and values[order[at - 1]] < values[k]:
-            order[at] = order[at - 1]
-            at -= 1
-        order[at] = k
-    return order
-
-
-@leaf
-def _sink(heap: IntArray, ready: FloatArray) -> None:
-    """Sift down the root of a min-heap of ranks by `ready`, after its value has increased."""
-    at, rank = 0, heap[0]
-    while 2 * at + 1 < len(heap):
-        child = 2 * at + 1
-        if child + 1 < len(heap) and ready[heap[child + 1]] < ready[heap[child]]:
-            child += 1
-        if ready[heap[child]] >= ready[rank]:
-            break
-        heap[at] = heap[child]
-        at = child
-    heap[at] = rank
-
-
 @leaf
 def _packs_of(members: IntArray, length: float, sequences: AssignedSequences, replicas: Replicas) -> int:
     """Return the number of micro-batches of about `length` seconds for a rank's sequences; more if tokens need it."""
@@ -204,9 +182,6 @@ def _packed(
     for k in members:
         of[k] = place[of[k]]
     return found
-
-
-ORDERS = 8
 
 
 @kernel
@@ -281,3 +256,31 @@ def _root(rank: int, part: IntArray) -> int:
     while part[rank] != rank:
         rank = part[rank]
     return rank
+
+
+@kernel
+def _by_falling(values: FloatArray) -> IntArray:
+    """Return the indices of a few values, largest first; `np.argsort` would take a second to compile."""
+    order = np.empty(len(values), dtype=np.int64)
+    for k in range(len(values)):
+        at = k
+        while at > 0 and values[order[at - 1]] < values[k]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = k
+    return order
+
+
+@leaf
+def _sink(heap: IntArray, ready: FloatArray) -> None:
+    """Sift down the root of a min-heap of ranks by `ready`, after its value has increased."""
+    at, rank = 0, heap[0]
+    while 2 * at + 1 < len(heap):
+        child = 2 * at + 1
+        if child + 1 < len(heap) and ready[heap[child + 1]] < ready[heap[child]]:
+            child += 1
+        if ready[heap[child]] >= ready[rank]:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = rank

@@ -1,12 +1,18 @@
-"""Exact simulation of a step on replicas with pipelines.
+"""Exact simulation of a step on replicas with pipelines, and the order of forwards and backwards on their devices.
 
-Each replica runs its micro-batches in its own order through P stages (`order`). A forward depends on the forward of the
-previous block and a backward on the backward of the next one, each plus `send_seconds`. A device runs one operation at
-a time. A ring's operation on a block starts once all its replicas have reached it. The start of an operation is thus
-the longest path to it in a static dependency graph, and a cycle in the graph is a deadlock of replicas.
+Each replica runs its micro-batches in its own order through P stages (`device_order`). A forward depends on the forward
+of the previous block and a backward on the backward of the next one, each plus `send_seconds`. A device runs one
+operation at a time. A ring's operation on a block starts once all its replicas have reached it. The start of an
+operation is thus the longest path to it in a static dependency graph, and a cycle in the graph is a deadlock of
+replicas.
 
 Plain 1F1B has blocking sends, as in Megatron: sender and receiver both wait until the message is transferred. The
 interleaved schedule overlaps sends with computation.
+
+The order on a device is that of Megatron's `pipeline_parallel/schedules.py`: device s runs min(P - 1 - s, m) warm-up
+forwards, then alternates one forward and one backward, then runs the remaining backwards. In the interleaved schedule a
+device holds V chunks of layers, runs P micro-batches through each in turn, and has min(2 (P - 1 - s) + (V - 1) P, mV)
+warm-up forwards.
 """
 
 from __future__ import annotations
@@ -21,6 +27,9 @@ from fcp_cli.util.arrays import FloatArray, Int32Array, IntArray
 
 if TYPE_CHECKING:
     from fcp_cli.plan.simulation.kernel import Graph
+
+
+FORWARD, BACKWARD = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +75,8 @@ def run(pipelines: Pipelines) -> Run:
     from fcp_cli.plan.simulation.kernel import longest_paths  # lazy: numba is slow to import
 
     graph = graph_of(pipelines)
-    start, missing, _cause = longest_paths(graph, np.inf)
-    start, missing = start.reshape(graph.durations.shape), missing.reshape(graph.durations.shape)
+    paths = longest_paths(graph, np.inf)
+    start, missing = paths.start.reshape(graph.durations.shape), paths.missing.reshape(graph.durations.shape)
     stuck = np.flatnonzero(missing.any(axis=1))
     return Run(
         forward_start=start[:, 0::2],
@@ -98,7 +107,7 @@ def better_places(pipelines: Pipelines, *, reach: int, most_runs: int) -> IntArr
     from fcp_cli.plan.simulation import kernel
 
     waves = len(pipelines.ranks) // pipelines.num_ranks
-    return np.asarray(kernel.better_places(graph_of(pipelines), pipelines.ranks, waves, reach, most_runs))
+    return np.asarray(kernel.better_places(graph_of(pipelines), waves, reach, most_runs))
 
 
 def graph_of(pipelines: Pipelines) -> Graph:
@@ -122,6 +131,7 @@ def graph_of(pipelines: Pipelines) -> Graph:
     left[:, path] = np.cumsum(durations[:, path], axis=1)
     return Graph(
         rank_offsets=p.rank_offsets,
+        ranks=p.ranks.astype(np.int32),
         base=first[counts[p.ranks]] + place * len(following),
         rank_first=rank_first[p.ranks],
         rank_microbatches=microbatch_of[by_rank],
@@ -142,15 +152,6 @@ def _turns(stages: int, chunks: int, counts: tuple[int, ...]) -> tuple[IntArray,
     first = np.full(counts[-1] + 1, -1, dtype=np.int64)
     first[list(counts)] = np.cumsum([0, *map(len, tables[:-1])])
     return first, np.concatenate(tables)
-
-
-# Schedule of forwards and backwards on each device of a pipeline: 1F1B, plain or interleaved.
-#
-# As in Megatron's `pipeline_parallel/schedules.py`: device s runs min(P - 1 - s, m) warm-up forwards, then alternates
-# one forward and one backward, then runs the remaining backwards. In the interleaved schedule a device holds V chunks
-# of layers, runs P micro-batches through each in turn, and has min(2 (P - 1 - s) + (V - 1) P, mV) warm-up forwards.
-
-FORWARD, BACKWARD = 0, 1
 
 
 def operation(layer_block: int, kind: int) -> int:

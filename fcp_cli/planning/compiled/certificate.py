@@ -1,5 +1,8 @@
 """Lower bounds that account for rings and waves, each proven in the docstring of its function.
 
+`area_bound` holds under either sync, `wave_bound` under waves. Both, and `wave_bounds`, build on the least seconds of a
+single sequence on a group by itself, at the best placement (`alone_at_best`), and on the traffic of a ring.
+
 Notation: N ranks with a budget of E tokens. Sequence s has attention seconds a, linear seconds l, work w = a + l and t
 tokens on one rank; its density is w / t. beta is the fixed cost of a micro-batch. A group of degree d takes c_d seconds
 of ring traffic per token and hop, and h more per hop; c_d is the price inside a node if d <= ranks per node (or
@@ -11,7 +14,7 @@ sequences, since no term of the cost model falls when a sequence is added.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +26,7 @@ from fcp_cli.planning.compiled.core import (
     faster_tier,
     group_terms,
     is_way,
+    least_degree,
     most_of,
     pack_seconds,
     recomputation_seconds,
@@ -37,108 +41,6 @@ from fcp_cli.util.compiling import inlined, kernel, leaf
 _STEPS = 24  # of bisection: 2^-24 of the interval is finer than any displayed gap, and the bound holds after every step
 _LONGEST = 4  # heaviest sequences whose wave is bounded; each gives a valid bound, lighter ones give weaker ones
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
-
-
-@inlined
-def exchange_seconds(k: int, inputs: PlannerInputs) -> float:
-    """Return the least rank-seconds per token of the all-to-all in sets of the k-th Ulysses degree."""
-    heads = inputs.splits.heads[k]
-    # `exchange` is in seconds of each rank per token of the pack: times `heads` for all ranks of the set.
-    inside = group_terms(heads, heads, 0, 0, inputs.prices).exchange
-    across = group_terms(heads, heads, 0, 1, inputs.prices).exchange
-    return float(heads * min(inside, across))
-
-
-@kernel
-def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the least rank-seconds, without beta, of sequence i if its micro-batch must end within `makespan`.
-
-    A pack of degree d takes its ranks sum l + max(sum (a + k (d - 1) t), (1 - e) x) + e x + sum g_d t + h' d
-    rank-seconds. k is the extra attention time per token and hop, x = sum (c_d (d - 1) - g_d) t + h (d - 1) d is the
-    ring without its last hop, which takes g_d seconds per token and h' fixed. The pack holds at most d E
-    tokens, so each token bears at least 1 / E of the terms in h d and h' d. Let outlasting = max over sequences of
-    a / t. If (1 - e) (c_d (d - 1) - g_d) >= outlasting + k (d - 1), the hideable part of the ring outlasts attention in
-    every pack, which then takes at least sum (l + c_d (d - 1) t) and the hops. Otherwise it takes at least
-    sum (w + k (d - 1) t) and the exposed part. All of this grows with d. Halos add y_d (d - 1) per halo token, and two
-    messages, of which each token bears 2 z / E.
-
-    With Ulysses degree u, the same holds for the ring of r = d / u sets, whose members move at least as much per token
-    and hop. In addition every token is exchanged, for x_u rank-seconds. Let d0 be the least degree that ends in time:
-    then r >= d0 / u, which bounds every d >= d0.
-    """
-    least, first = np.inf, 0
-    tokens = sequences.tokens[i]
-    lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
-    for degree in range(lowest, inputs.num_ranks + 1):
-        # No schedule of this makespan runs the sequence on a degree that ends too late.
-        if alone_at_best(i, degree, sequences, inputs) > makespan:
-            continue
-        # d0 of the docstring.
-        first = first if first else degree
-        # Pure Ulysses groups have no ring; the loop below prices them.
-        if inputs.splits.only and degree > 1:
-            break
-        area, hidden = ring_area(i, degree, degree, outlasting, sequences, inputs)
-        least = min(least, area)
-        if hidden or inputs.prices.ring[1] >= inputs.prices.ring[0]:
-            break  # wider degrees only have more traffic
-    # A group of at least `first` ranks has at least this many sets of each Ulysses degree.
-    for k in range(len(inputs.splits.heads) if first > 1 else 0):
-        sets = (first + inputs.splits.heads[k] - 1) // inputs.splits.heads[k]
-        if inputs.splits.only and sets > 1:
-            continue
-        area, _hidden = ring_area(i, first, sets, outlasting, sequences, inputs)
-        least = min(least, area + exchange_seconds(k, inputs) * tokens)
-    return float(least)
-
-
-@inlined
-def ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the least rank-seconds of sequence i in packs of this degree whose ring has `sets` sets.
-
-    Also return whether attention may hide the hideable part of the ring.
-    """
-    # A single set has no ring; the caller adds its all-to-all.
-    if sets == 1:
-        return sequences.work[i], True
-    tokens, home = sequences.tokens[i], home_seconds(degree, inputs)
-    traffic = traffic_seconds(degree, sets, inputs) - home
-    prices = inputs.prices
-    longer = prices.chunk * (sets - 1)
-    messages = prices.home_hop * tokens / inputs.tokens_per_rank
-    hops = prices.hop * (sets - 1) * tokens / inputs.tokens_per_rank
-    if prices.reach:
-        messages += least_of_tiers(prices.halo, degree, inputs) * (sets - 1) * min(tokens, 2 * prices.reach)
-        messages += 2.0 * prices.halo_message * tokens / inputs.tokens_per_rank
-    # The case depends on the degree only, not on the sequence: a pack is all in one case or all in the other.
-    if (1.0 - prices.exposed) * traffic < outlasting + longer:
-        beside = prices.exposed * hops + messages
-        return sequences.work[i] + (longer + prices.exposed * traffic + home) * tokens + beside, True
-    return sequences.linear[i] + (traffic + home) * tokens + hops + messages, False
-
-
-@kernel
-def _microbatches(makespan: float, tokens: float, linear_per_token: float, inputs: PlannerInputs) -> float:
-    """Return the least mean number of micro-batches per rank that hold `tokens` per rank; infinite if none can.
-
-    A rank that runs m micro-batches holds at most m E tokens in them. It works for at most makespan - m beta seconds,
-    so it also holds at most (makespan - m beta) / min(l / t) tokens. The mean (m, tokens) over all ranks lies in the
-    convex hull of these points.
-    """
-    # Nothing takes time, so any number of micro-batches fits.
-    if inputs.prices.beta + linear_per_token == 0.0:
-        return tokens / inputs.tokens_per_rank
-    # Full micro-batches that end in time: up to their tokens, the hull is the line of full ones.
-    whole = np.floor(makespan / (inputs.prices.beta + inputs.tokens_per_rank * linear_per_token))
-    if tokens <= whole * inputs.tokens_per_rank:
-        return tokens / inputs.tokens_per_rank
-    low = whole * inputs.tokens_per_rank
-    high = (makespan - (whole + 1.0) * inputs.prices.beta) / linear_per_token if linear_per_token > 0.0 else np.inf
-    high = min(high, (whole + 1.0) * inputs.tokens_per_rank)
-    # Not even whole + 1 micro-batches hold so many tokens in time.
-    if tokens > high:
-        return np.inf
-    return float(whole + (tokens - low) / (high - low))
 
 
 @kernel
@@ -189,27 +91,192 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
 
 
 @kernel
-def other_waves(sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the least total seconds of all waves except any single one.
+def _microbatches(makespan: float, tokens: float, linear_per_token: float, inputs: PlannerInputs) -> float:
+    """Return the least mean number of micro-batches per rank that hold `tokens` per rank; infinite if none can.
 
-    No wave does more than the work of the densest N E tokens. The other waves do the rest, at best evenly. There are at
-    least ceil(tokens / (N E)) - 1 of them, and each pays beta and lasts at least the floor.
+    A rank that runs m micro-batches holds at most m E tokens in them. It works for at most makespan - m beta seconds,
+    so it also holds at most (makespan - m beta) / min(l / t) tokens. The mean (m, tokens) over all ranks lies in the
+    convex hull of these points.
     """
-    room = inputs.num_ranks * inputs.tokens_per_rank
-    # ceil(tokens / room) - 1 in integers.
-    count = max(0, (total_of(sequences.tokens) - 1) // room)
-    # The excepted wave takes the densest tokens: that leaves the least work.
-    density, _thin = densities(sequences)
-    left = total_of(sequences.work)
-    for i in falling_order(density):
-        taken = min(room, sequences.tokens[i])
-        left -= sequences.work[i] * taken / sequences.tokens[i]
-        room -= taken
-        if room == 0:
+    # Nothing takes time, so any number of micro-batches fits.
+    if inputs.prices.beta + linear_per_token == 0.0:
+        return tokens / inputs.tokens_per_rank
+    # Full micro-batches that end in time: up to their tokens, the hull is the line of full ones.
+    whole = np.floor(makespan / (inputs.prices.beta + inputs.tokens_per_rank * linear_per_token))
+    if tokens <= whole * inputs.tokens_per_rank:
+        return tokens / inputs.tokens_per_rank
+    low = whole * inputs.tokens_per_rank
+    high = (makespan - (whole + 1.0) * inputs.prices.beta) / linear_per_token if linear_per_token > 0.0 else np.inf
+    high = min(high, (whole + 1.0) * inputs.tokens_per_rank)
+    # Not even whole + 1 micro-batches hold so many tokens in time.
+    if tokens > high:
+        return np.inf
+    return float(whole + (tokens - low) / (high - low))
+
+
+@kernel
+def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return the least rank-seconds, without beta, of sequence i if its micro-batch must end within `makespan`.
+
+    A pack of degree d takes its ranks sum l + max(sum (a + k (d - 1) t), (1 - e) x) + e x + sum g_d t + h' d
+    rank-seconds. k is the extra attention time per token and hop, x = sum (c_d (d - 1) - g_d) t + h (d - 1) d is the
+    ring without its last hop, which takes g_d seconds per token and h' fixed. The pack holds at most d E
+    tokens, so each token bears at least 1 / E of the terms in h d and h' d. Let outlasting = max over sequences of
+    a / t. If (1 - e) (c_d (d - 1) - g_d) >= outlasting + k (d - 1), the hideable part of the ring outlasts attention in
+    every pack, which then takes at least sum (l + c_d (d - 1) t) and the hops. Otherwise it takes at least
+    sum (w + k (d - 1) t) and the exposed part. All of this grows with d. Halos add y_d (d - 1) per halo token, and two
+    messages, of which each token bears 2 z / E.
+
+    With Ulysses degree u, the same holds for the ring of r = d / u sets, whose members move at least as much per token
+    and hop. In addition every token is exchanged, for x_u rank-seconds. Let d0 be the least degree that ends in time:
+    then r >= d0 / u, which bounds every d >= d0.
+    """
+    least, first = np.inf, 0
+    tokens = sequences.tokens[i]
+    for degree in range(least_degree(i, sequences, inputs), inputs.num_ranks + 1):
+        # No schedule of this makespan runs the sequence on a degree that ends too late.
+        if alone_at_best(i, degree, sequences, inputs) > makespan:
+            continue
+        # d0 of the docstring.
+        first = first if first else degree
+        # Pure Ulysses groups have no ring; the loop below prices them.
+        if inputs.splits.only and degree > 1:
             break
-    # The margin: rounding may leave a little work where none is left.
-    seconds = (1.0 - _MARGIN) * max(0.0, left) / inputs.num_ranks + inputs.prices.beta * count
-    return float(max(seconds, inputs.floor * count))
+        area, hidden = ring_area(i, degree, degree, outlasting, sequences, inputs)
+        least = min(least, area)
+        if hidden or inputs.prices.ring[1] >= inputs.prices.ring[0]:
+            break  # wider degrees only have more traffic
+    # A group of at least `first` ranks has at least this many sets of each Ulysses degree.
+    for k in range(len(inputs.splits.heads) if first > 1 else 0):
+        sets = (first + inputs.splits.heads[k] - 1) // inputs.splits.heads[k]
+        if inputs.splits.only and sets > 1:
+            continue
+        area, _hidden = ring_area(i, first, sets, outlasting, sequences, inputs)
+        least = min(least, area + exchange_seconds(k, inputs) * tokens)
+    return float(least)
+
+
+@inlined
+def ring_area(i: int, degree: int, sets: int, outlasting: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Return the least rank-seconds of sequence i in packs of this degree whose ring has `sets` sets.
+
+    Also return whether attention may hide the hideable part of the ring.
+    """
+    # A single set has no ring; the caller adds its all-to-all.
+    if sets == 1:
+        return sequences.work[i], True
+    tokens, home = sequences.tokens[i], home_seconds(degree, inputs)
+    traffic = traffic_seconds(degree, sets, inputs) - home
+    prices = inputs.prices
+    longer = prices.chunk * (sets - 1)
+    messages = prices.home_hop * tokens / inputs.tokens_per_rank
+    hops = prices.hop * (sets - 1) * tokens / inputs.tokens_per_rank
+    if prices.reach:
+        messages += least_of_tiers(prices.halo, degree, inputs) * (sets - 1) * min(tokens, 2 * prices.reach)
+        messages += 2.0 * prices.halo_message * tokens / inputs.tokens_per_rank
+    # The case depends on the degree only, not on the sequence: a pack is all in one case or all in the other.
+    if (1.0 - prices.exposed) * traffic < outlasting + longer:
+        beside = prices.exposed * hops + messages
+        return sequences.work[i] + (longer + prices.exposed * traffic + home) * tokens + beside, True
+    return sequences.linear[i] + (traffic + home) * tokens + hops + messages, False
+
+
+@inlined
+def exchange_seconds(k: int, inputs: PlannerInputs) -> float:
+    """Return the least rank-seconds per token of the all-to-all in sets of the k-th Ulysses degree."""
+    heads = inputs.splits.heads[k]
+    # `exchange` is in seconds of each rank per token of the pack: times `heads` for all ranks of the set.
+    inside = group_terms(heads, heads, 0, 0, inputs.prices).exchange
+    across = group_terms(heads, heads, 0, 1, inputs.prices).exchange
+    return float(heads * min(inside, across))
+
+
+@kernel
+def wave_bound(sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return the largest of `_wave_of` over the `_LONGEST` heaviest sequences."""
+    n = len(sequences.work)
+    tokens, density = total_of(sequences.tokens), densities(sequences)
+    further_beta = inputs.prices.beta * max(0, (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank))
+    best = 0.0
+    for j in range(min(_LONGEST, n)):
+        # Equal work gives an equal bound.
+        if j and sequences.work[j] == sequences.work[j - 1]:
+            continue
+        best = max(best, _wave_of(j, further_beta, density, sequences, inputs))
+    return float(best * (1.0 - _MARGIN))
+
+
+@kernel
+def _wave_of(j: int, further_beta: float, density: Densities, sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return a lower bound of the makespan under waves, from the wave that runs j: the least over all degrees d of j.
+
+    Let that wave last tau = T(j, d) + delta. Apart from j it does at most Y + X work. Y is the work on the N - d other
+    ranks: at most (N - d)(tau - beta), and at most that of the densest (N - d) E tokens without j. X is the work of
+    further sequences in j's own pack. If attention hides the hideable part of j's ring, X <= d delta. Otherwise they
+    add x tokens with (c_d (d - 1) + thin) x <= d delta and X <= dense x, where thin and dense are the least l / t and
+    the greatest w / t of any sequence. With Ulysses degree u, T and c are those of a ring of d / u sets, and the x
+    tokens are exchanged as well. The other waves do the rest of the work in at least rest / N seconds and pay beta
+    each; any rest takes at least one wave. While there is a rest, the sum is convex and piecewise linear in delta: the
+    minimum is at delta = 0, where Y stops growing, or where no rest is left. If X could grow by more than N per second,
+    only T(j, d) and the beta of the other waves count.
+    """
+    num_ranks, beta, total = inputs.num_ranks, inputs.prices.beta, total_of(sequences.work)
+    without_j, held_tokens, held_work = _held_without(j, density.falling, sequences)
+    least = np.inf
+    for degree in range(least_degree(j, sequences, inputs), num_ranks + 1):
+        # This degree cannot lower the minimum.
+        if alone_at_best(j, degree, sequences, inputs) + further_beta >= least:
+            continue
+        others = num_ranks - degree
+        # Without j, which its own pack counts.
+        held = _densest(float(others * inputs.tokens_per_rank), without_j, held_tokens, held_work, sequences)
+        for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
+            shortest, growth = _growth(k, j, degree, density, sequences, inputs)
+            if shortest + further_beta >= least:
+                continue
+            # Every second of delta then gains more than it costs, so only terms without delta bound.
+            if growth > num_ranks:
+                least = min(least, shortest + further_beta)
+                continue
+            grown = sequences.work[j] + others * (shortest - beta)
+            # From this delta on, the wave does all work under both limits of Y.
+            enough = max(0.0, (total - grown) / (growth + others), (total - sequences.work[j] - held) / growth)
+            value = shortest + further_beta + enough
+            # Below it, the sum is least at one of these two corners.
+            for delta in (0.0, held / others - (shortest - beta) if others else 0.0):
+                if 0.0 <= delta < enough:
+                    done = min(grown + (growth + others) * delta, sequences.work[j] + growth * delta + held)
+                    # Remaining work takes a wave, even if all tokens would fit into this one.
+                    further = max(further_beta, beta) + (total - done) / num_ranks
+                    value = min(value, shortest + delta + further)
+            least = min(least, value)
+    return float(least)
+
+
+@kernel
+def _growth(k: int, j: int, degree: int, density: Densities, sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Return T(j, d) with the k-th Ulysses degree (-1: a ring), and the most work j's pack gains per further second."""
+    load = sequence_load(j, sequences, inputs)
+    if degree == 1:
+        again = recomputation_seconds(load.tokens, 1, inputs.prices)
+        return inputs.prices.beta + load.linear + load.attention + again, 1.0
+    across, sets, exchange = at_best(degree, inputs), degree, 0.0
+    shortest = np.inf
+    if is_way(k, degree, across, inputs):
+        shortest = seconds_by(way_terms(k, degree, across, inputs), load, degree, inputs)
+    if k >= 0:
+        sets, exchange = degree // inputs.splits.heads[k], exchange_seconds(k, inputs)
+    traffic = traffic_seconds(degree, sets, inputs)
+    hidden = traffic - home_seconds(degree, inputs)
+    # Sets wider than the number of key-value heads replicate them, which multiplies the traffic.
+    copies = max(1.0, inputs.splits.heads[k] / inputs.prices.key_value_heads) if k >= 0 else 1.0
+    hides = sets <= 1 or load.attention >= (1.0 - inputs.prices.exposed) * (
+        hidden * copies * load.tokens + inputs.prices.hop * (sets - 1) * degree
+    )
+    growth = 1.0 * degree
+    if not hides:
+        growth = max(growth, density.dense * degree / (traffic + exchange + density.thin))
+    return shortest, growth
 
 
 @kernel
@@ -240,117 +307,6 @@ def _densest(
     return float(held_work[k - 1] + sequences.work[i] * (tokens - held_tokens[k - 1]) / sequences.tokens[i])
 
 
-@kernel
-def _wave_of(
-    j: int,
-    total: float,
-    further_beta: float,
-    dense: float,
-    thin: float,
-    by_density: IntArray,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-) -> float:
-    """Return a lower bound of the makespan under waves, from the wave that runs j: the least over all degrees d of j.
-
-    Let that wave last tau = T(j, d) + delta. Apart from j it does at most Y + X work. Y is the work on the N - d other
-    ranks: at most (N - d)(tau - beta), and at most that of the densest (N - d) E tokens without j. X is the work of
-    further sequences in j's own pack. If attention hides the hideable part of j's ring, X <= d delta. Otherwise they
-    add x tokens with (c_d (d - 1) + thin) x <= d delta and X <= dense x, where thin and dense are the least l / t and
-    the greatest w / t of any sequence. With Ulysses degree u, T and c are those of a ring of d / u sets, and the x
-    tokens are exchanged as well. The other waves do the rest of the work in at least rest / N seconds and pay beta
-    each; any rest takes at least one wave. While there is a rest, the sum is convex and piecewise linear in delta: the
-    minimum is at delta = 0, where Y stops growing, or where no rest is left. If X could grow by more than N per second,
-    only T(j, d) and the beta of the other waves count.
-    """
-    num_ranks, beta = inputs.num_ranks, inputs.prices.beta
-    without_j, held_tokens, held_work = _held_without(j, by_density, sequences)
-    least = np.inf
-    for degree in range(
-        max(1, (sequences.tokens[j] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank), num_ranks + 1
-    ):
-        # This degree cannot lower the minimum.
-        if alone_at_best(j, degree, sequences, inputs) + further_beta >= least:
-            continue
-        others = num_ranks - degree
-        # Without j, which its own pack counts.
-        held = _densest(float(others * inputs.tokens_per_rank), without_j, held_tokens, held_work, sequences)
-        for k in range(-1, len(inputs.splits.heads) if degree > 1 else 0):
-            shortest, growth = _growth(k, j, degree, dense, thin, sequences, inputs)
-            if shortest + further_beta >= least:
-                continue
-            # Every second of delta then gains more than it costs, so only terms without delta bound.
-            if growth > num_ranks:
-                least = min(least, shortest + further_beta)
-                continue
-            grown = sequences.work[j] + others * (shortest - beta)
-            # From this delta on, the wave does all work under both limits of Y.
-            enough = max(0.0, (total - grown) / (growth + others), (total - sequences.work[j] - held) / growth)
-            value = shortest + further_beta + enough
-            # Below it, the sum is least at one of these two corners.
-            for delta in (0.0, held / others - (shortest - beta) if others else 0.0):
-                if 0.0 <= delta < enough:
-                    done = min(grown + (growth + others) * delta, sequences.work[j] + growth * delta + held)
-                    # Remaining work takes a wave, even if all tokens would fit into this one.
-                    further = max(further_beta, beta) + (total - done) / num_ranks
-                    value = min(value, shortest + delta + further)
-            least = min(least, value)
-    return float(least)
-
-
-@kernel
-def _growth(k: int, j: int, degree: int, dense: float, thin: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return T(j, d) with the k-th Ulysses degree (-1: a ring), and the most work j's pack gains per further second."""
-    load = sequence_load(j, sequences, inputs)
-    if degree == 1:
-        again = recomputation_seconds(load.tokens, 1, inputs.prices)
-        return inputs.prices.beta + load.linear + load.attention + again, 1.0
-    across, sets, exchange = at_best(degree, inputs), degree, 0.0
-    shortest = np.inf
-    if is_way(k, degree, across, inputs):
-        shortest = seconds_by(way_terms(k, degree, across, inputs), load, degree, inputs)
-    if k >= 0:
-        sets, exchange = degree // inputs.splits.heads[k], exchange_seconds(k, inputs)
-    traffic = traffic_seconds(degree, sets, inputs)
-    hidden = traffic - home_seconds(degree, inputs)
-    # Sets wider than the number of key-value heads replicate them, which multiplies the traffic.
-    copies = max(1.0, inputs.splits.heads[k] / inputs.prices.key_value_heads) if k >= 0 else 1.0
-    hides = sets <= 1 or load.attention >= (1.0 - inputs.prices.exposed) * (
-        hidden * copies * load.tokens + inputs.prices.hop * (sets - 1) * degree
-    )
-    growth = 1.0 * degree
-    if not hides:
-        growth = max(growth, dense * degree / (traffic + exchange + thin))
-    return shortest, growth
-
-
-@kernel
-def densities(sequences: Sequences) -> Any:
-    """Return [sequences] the work per token, and the least linear seconds per token of any sequence."""
-    density, thin = np.empty(len(sequences.work)), np.inf
-    for i in range(len(density)):
-        density[i] = sequences.work[i] / sequences.tokens[i]
-        thin = min(thin, sequences.linear[i] / sequences.tokens[i])
-    return density, thin
-
-
-@kernel
-def wave_bound(sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the largest of `_wave_of` over the `_LONGEST` heaviest sequences."""
-    n = len(sequences.work)
-    total, tokens = total_of(sequences.work), total_of(sequences.tokens)
-    further_beta = inputs.prices.beta * max(0, (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank))
-    density, thin = densities(sequences)
-    by_density, dense = falling_order(density), most_of(density)
-    best = 0.0
-    for j in range(min(_LONGEST, n)):
-        # Equal work gives an equal bound.
-        if j and sequences.work[j] == sequences.work[j - 1]:
-            continue
-        best = max(best, _wave_of(j, total, further_beta, dense, thin, by_density, sequences, inputs))
-    return float(best * (1.0 - _MARGIN))
-
-
 @leaf
 def first_not_below(value: float, rising: FloatArray) -> int:
     """Return the position of the first of rising values that is at least `value`, or the last position."""
@@ -364,7 +320,57 @@ def first_not_below(value: float, rising: FloatArray) -> int:
     return low
 
 
-# Least seconds of single sequences, each alone on its best degree: lower bounds of any schedule that runs them.
+@kernel
+def other_waves(sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return the least total seconds of all waves except any single one.
+
+    No wave does more than the work of the densest N E tokens. The other waves do the rest, at best evenly. There are at
+    least ceil(tokens / (N E)) - 1 of them, and each pays beta and lasts at least the floor.
+    """
+    room = inputs.num_ranks * inputs.tokens_per_rank
+    # ceil(tokens / room) - 1 in integers.
+    count = max(0, (total_of(sequences.tokens) - 1) // room)
+    # The excepted wave takes the densest tokens: that leaves the least work.
+    left = total_of(sequences.work)
+    for i in densities(sequences).falling:
+        taken = min(room, sequences.tokens[i])
+        left -= sequences.work[i] * taken / sequences.tokens[i]
+        room -= taken
+        if room == 0:
+            break
+    # The margin: rounding may leave a little work where none is left.
+    seconds = (1.0 - _MARGIN) * max(0.0, left) / inputs.num_ranks + inputs.prices.beta * count
+    return float(max(seconds, inputs.floor * count))
+
+
+class Densities(NamedTuple):
+    """Work per token of the sequences of a step.
+
+    Attributes:
+        falling: [sequences] positions of the sequences by falling density.
+        dense: greatest w / t of any sequence.
+        thin: least l / t of any sequence.
+    """
+
+    falling: IntArray
+    dense: float
+    thin: float
+
+
+@kernel
+def densities(sequences: Sequences) -> Any:
+    """Return the densities of the sequences."""
+    density, thin = np.empty(len(sequences.work)), np.inf
+    for i in range(len(density)):
+        density[i] = sequences.work[i] / sequences.tokens[i]
+        thin = min(thin, sequences.linear[i] / sequences.tokens[i])
+    return Densities(falling_order(density), most_of(density), thin)
+
+
+@inlined
+def alone_at_best(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return the seconds of sequence i alone on a group of this degree, at the best placement, without ring padding."""
+    return pack_seconds(sequence_load(i, sequences, inputs), degree, at_best(degree, inputs), inputs)
 
 
 @inlined
@@ -374,18 +380,11 @@ def at_best(degree: int, inputs: PlannerInputs) -> int:
     return UNPLACED if degree > inputs.ranks_per_node or faster_tier(inputs) else 0
 
 
-@inlined
-def alone_at_best(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the seconds of sequence i alone on a group of this degree, at the best placement, without ring padding."""
-    return pack_seconds(sequence_load(i, sequences, inputs), degree, at_best(degree, inputs), inputs)
-
-
 @kernel
 def alone_by_degree(i: int, sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
     """Return [num_ranks + 1] the least seconds of sequence i alone on each degree; infinite if it does not fit."""
     seconds = np.full(inputs.num_ranks + 1, np.inf)
-    lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
-    for degree in range(lowest, inputs.num_ranks + 1):
+    for degree in range(least_degree(i, sequences, inputs), inputs.num_ranks + 1):
         seconds[degree] = alone_at_best(i, degree, sequences, inputs)
     return seconds
 
@@ -432,14 +431,37 @@ def _is_within(i: int, other: int, sequences: Sequences, inputs: PlannerInputs) 
 def _least(i: int, enough: float, speeds: FloatArray, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the least seconds of a sequence over all degrees; stop at the first value up to `enough`."""
     least = np.inf
-    lowest = max(1, (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
     # Try every degree: seconds jump where groups begin to cross nodes, so a local minimum need not be the least.
-    for degree in range(lowest, inputs.num_ranks + 1):
+    for degree in range(least_degree(i, sequences, inputs), inputs.num_ranks + 1):
         # The slowest of any `degree` ranks is at best the degree-th fastest of all.
         least = min(least, alone_at_best(i, degree, sequences, inputs) / speeds[degree - 1])
         if least <= enough:
             break
     return float(least)
+
+
+@kernel
+def work_in_rings(longest_wave: float, sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
+    """Return [sequences] the least rank-seconds that each adds to a pack that ends within `longest_wave` seconds.
+
+    That is its work and, if it needs a ring of at least d ranks, t (k (d - 1) + e (c_d (d - 1) - g_d) + g_d); see
+    `_least_area`. Costs that a pack pays once are not included, nor are rings if heads may be split.
+    """
+    least = np.zeros(len(sequences.work))
+    for i in range(len(least)):
+        least[i] = sequences.work[i]
+        # With Ulysses sets, a ring of fewer sets costs less, so no ring cost is certain.
+        if len(inputs.splits.heads):
+            continue
+        degree = least_degree(i, sequences, inputs)
+        # The narrowest degree that ends in time: the cost below grows with the degree, so no pack adds less.
+        while degree < inputs.num_ranks and alone_at_best(i, degree, sequences, inputs) > longest_wave:
+            degree += 1
+        if degree > 1:
+            home = home_seconds(degree, inputs)
+            exposed = inputs.prices.exposed * (traffic_seconds(degree, degree, inputs) - home) + home
+            least[i] += (inputs.prices.chunk * (degree - 1) + exposed) * sequences.tokens[i]
+    return least
 
 
 @kernel
@@ -458,27 +480,3 @@ def home_seconds(degree: int, inputs: PlannerInputs) -> float:
 def least_of_tiers(prices: FloatArray, degree: int, inputs: PlannerInputs) -> float:
     """Return the price across nodes if a group of this degree must cross them, else the smaller of both tiers."""
     return float(prices[1] if degree > inputs.ranks_per_node else min(prices[0], prices[1]))
-
-
-@kernel
-def work_in_rings(longest_wave: float, sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
-    """Return [sequences] the least rank-seconds that each adds to a pack that ends within `longest_wave` seconds.
-
-    That is its work and, if it needs a ring of at least d ranks, t (k (d - 1) + e (c_d (d - 1) - g_d) + g_d); see
-    `certificate._least_area`. Costs that a pack pays once are not included, nor are rings if heads may be split.
-    """
-    least = np.zeros(len(sequences.work))
-    for i in range(len(least)):
-        least[i] = sequences.work[i]
-        # With Ulysses sets, a ring of fewer sets costs less, so no ring cost is certain.
-        if len(inputs.splits.heads):
-            continue
-        degree = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
-        # The narrowest degree that ends in time: the cost below grows with the degree, so no pack adds less.
-        while degree < inputs.num_ranks and alone_at_best(i, degree, sequences, inputs) > longest_wave:
-            degree += 1
-        if degree > 1:
-            home = home_seconds(degree, inputs)
-            exposed = inputs.prices.exposed * (traffic_seconds(degree, degree, inputs) - home) + home
-            least[i] += (inputs.prices.chunk * (degree - 1) + exposed) * sequences.tokens[i]
-    return least

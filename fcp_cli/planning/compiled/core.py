@@ -1,8 +1,9 @@
-"""Basics of all kernels: sequences and ranks as arrays, and the price of a pack.
+"""Basics of all searches: sequences, ranks and loads as arrays, and the price of a pack.
 
 The price is `cost.formula`, compiled here for the floats of a single pack, which numba can do since its functions call
-none of their own module. The terms of all possible groups are tabulated once (`ways`), since the searches price the
-same few hundred kinds of groups millions of times.
+none of their own module. The terms of all ways to run a group (as a ring, a Ulysses set, or a ring of Ulysses sets) are
+tabulated once per degree (`tabulated`), since the searches price the same few hundred kinds of groups millions of
+times.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Splits(NamedTuple):
         only: 1 if every group is a single Ulysses set, which may then cross nodes.
         row_of_span: [ranks_per_node + 2] row of `first` for `across` = UNPLACED, 0, 1, ...
         first: [rows, num_ranks + 2] position in `ways` of the first way of each degree.
-        ways: [ways, 9] the `GroupTerms` of each way; `ways.tabulated` drops those that are never the fastest.
+        ways: [ways, 9] the `GroupTerms` of each way; `tabulated` drops those that are never the fastest.
     """
 
     heads: IntArray
@@ -128,8 +129,14 @@ def sequence_load(i: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
 
 
 @inlined
+def least_degree(i: int, sequences: Sequences, inputs: PlannerInputs) -> int:
+    """Return the least degree whose ranks together hold the tokens of sequence i."""
+    return int((sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+
+
+@inlined
 def padded_load(i: int, degree: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the load of a sequence padded for this degree; the same as `planning.work.work_on`.
+    """Return the load of a sequence padded for this degree; the same as `planning.problem.work_on`.
 
     The free tokens of a group are always a multiple of `padding` x degree, so padding never makes a sequence too long.
     """
@@ -194,23 +201,6 @@ def enter_empty(pack: int, loads: Loads) -> None:
 
 
 @inlined
-def terms_at(way: int, ways: FloatArray) -> Any:
-    """Return the terms of a tabulated way."""
-    # Field by field: numba cannot unpack an array, whose length is unknown at compile time.
-    return GroupTerms(
-        ways[way, 0],
-        ways[way, 1],
-        ways[way, 2],
-        ways[way, 3],
-        ways[way, 4],
-        ways[way, 5],
-        ways[way, 6],
-        ways[way, 7],
-        ways[way, 8],
-    )
-
-
-@inlined
 def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) -> float:
     """Return the predicted seconds of a pack by its fastest way; the same as `cost.model.group_seconds`.
 
@@ -232,19 +222,6 @@ def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) ->
 
 
 @inlined
-def recomputation_slope(held: float, prices: Any) -> float:
-    """Return the least seconds that one more token adds to the recomputation of a rank that holds `held` tokens."""
-    # Recomputation is the maximum of lines of rising slope (`recompute_levels.check_levels`). The last line at the
-    # maximum is the tangent, at a kink the steeper one, which the next token pays. Convex: later ones pay no less.
-    most, slope = 0.0, 0.0
-    for line in range(len(prices.again)):
-        seconds = prices.again[line, 0] * held - prices.again[line, 1]
-        if seconds >= most and prices.again[line, 0] > slope:
-            most, slope = seconds, prices.again[line, 0]
-    return slope
-
-
-@inlined
 def seconds_by(terms: Any, load: Load, degree: int, inputs: PlannerInputs) -> float:
     """Return the predicted seconds of a pack run with these terms."""
     prices = inputs.prices
@@ -257,51 +234,39 @@ def seconds_by(terms: Any, load: Load, degree: int, inputs: PlannerInputs) -> fl
 
 
 @inlined
-def is_way(k: int, degree: int, across: int, inputs: PlannerInputs) -> bool:
-    """Return whether a group can run with the k-th Ulysses degree (-1: as a ring of single ranks).
-
-    Sets must divide the group evenly, and lie inside nodes unless a single set is the whole group.
-    """
-    if k < 0:
-        return not inputs.splits.only
-    heads = inputs.splits.heads[k]
-    if inputs.splits.only:
-        return bool(degree == heads)
-    return bool(degree % heads == 0 and not _spans(heads, across, inputs))
-
-
-@inlined
-def _spans(heads: int, across: int, inputs: PlannerInputs) -> bool:
-    """Return whether Ulysses sets of `heads` ranks cross nodes."""
-    # Sets are neighbouring ranks: they cross no node if their size divides the group's number of ranks on each node.
-    return bool(heads > inputs.ranks_per_node or (across > 0 and across % heads != 0))
-
-
-@inlined
-def way_terms(k: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
-    """Return the terms of a group with the k-th Ulysses degree (-1: a ring of single ranks); see `is_way`."""
-    # A ring of single ranks is a ring of sets of size 1.
-    heads = inputs.splits.heads[k] if k >= 0 else 1
-    spans = 1 if _spans(heads, across, inputs) else 0
-    # Unplaced groups are only priced by lower bounds, so assume the faster tier.
-    if across == UNPLACED and inputs.splits.only and not spans:
-        spans = faster_tier(inputs)
-    return group_terms(degree, heads, 1 if across else 0, spans, inputs.prices)
-
-
-@inlined
-def faster_tier(inputs: PlannerInputs) -> int:
-    """Return 1 if bytes travel faster across nodes than inside one, else 0."""
-    # All three are bytes over the same two bandwidths, so they order the tiers equally; summed, since some may be 0.
-    prices = inputs.prices
-    across = prices.ring[1] + prices.exchange[1] + prices.key_value_exchange[1]
-    return 1 if across < prices.ring[0] + prices.exchange[0] + prices.key_value_exchange[0] else 0
+def terms_at(way: int, ways: FloatArray) -> Any:
+    """Return the terms of a tabulated way."""
+    # Field by field: numba cannot unpack an array, whose length is unknown at compile time.
+    return GroupTerms(
+        ways[way, 0],
+        ways[way, 1],
+        ways[way, 2],
+        ways[way, 3],
+        ways[way, 4],
+        ways[way, 5],
+        ways[way, 6],
+        ways[way, 7],
+        ways[way, 8],
+    )
 
 
 @inlined
 def alone_seconds(i: int, degree: int, across: int, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the predicted seconds of a single sequence on a group, with the group's padding."""
     return pack_seconds(padded_load(i, degree, sequences, inputs), degree, across, inputs)
+
+
+@inlined
+def recomputation_slope(held: float, prices: Any) -> float:
+    """Return the least seconds that one more token adds to the recomputation of a rank that holds `held` tokens."""
+    # Recomputation is the maximum of lines of rising slope (`recompute_levels.check_levels`). The last line at the
+    # maximum is the tangent, at a kink the steeper one, which the next token pays. Convex: later ones pay no less.
+    most, slope = 0.0, 0.0
+    for line in range(len(prices.again)):
+        seconds = prices.again[line, 0] * held - prices.again[line, 1]
+        if seconds >= most and prices.again[line, 0] > slope:
+            most, slope = seconds, prices.again[line, 0]
+    return slope
 
 
 @inlined
@@ -334,60 +299,15 @@ def across_of(first: int, degree: int, inputs: PlannerInputs) -> int:
     return common_divisor(per_node, together) if head + tail < degree else together
 
 
-@leaf
-def total_of(values: FloatArray | IntArray) -> Any:
-    """Return the sum, added in order: `np.sum` adds in another order under numba, and takes far longer to compile."""
-    total = 0
-    for value in values:
-        total += value
-    return total
-
-
-@leaf
-def most_of(values: FloatArray | IntArray) -> Any:
-    """Return the largest of non-negative values; 0 for an empty array."""
-    most = 0
-    for value in values:
-        most = max(most, value)
-    return most
-
-
-@kernel
-def falling_order(values: FloatArray | IntArray) -> IntArray:
-    """Return the positions of the values in falling order, ties by position (bottom-up merge sort)."""
-    # Instead of numba's argsort: it compiles in 0.2 s, not 1.4 s.
-    n, width = len(values), 1
-    # Stable, so that equal sequences have the same order on every machine.
-    order, merged = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
-    for k in range(n):
-        order[k] = k
-    while width < n:
-        for low in range(0, n, 2 * width):
-            middle, high = min(low + width, n), min(low + 2 * width, n)
-            one, other = low, middle
-            for k in range(low, high):
-                if one < middle and (other == high or values[order[one]] >= values[order[other]]):
-                    merged[k] = order[one]
-                    one += 1
-                else:
-                    merged[k] = order[other]
-                    other += 1
-        order, merged = merged, order
-        width *= 2
-    return order
-
-
-# Table of the ways to run a group of each degree: as a ring, a Ulysses set, or a ring of Ulysses sets.
-#
-# Apart from fixed and linear seconds, a pack of t tokens with a seconds of attention takes max(a / d + A(t), B(t)); A
-# and B are linear in t (`_ends`). If neither A nor B of a way is smaller than those of another way at 0 tokens and at
-# the group's capacity, the way is never faster and is dropped. The exception is a way with fewer bytes or messages of
-# halos, which grow with the number of sets.
-
-
 @kernel
 def tabulated(inputs: PlannerInputs) -> Any:
-    """Return the splits with their tables, `row_of_span`, `first` and `ways`."""
+    """Return the splits with their tables, `row_of_span`, `first` and `ways`.
+
+    Apart from fixed and linear seconds, a pack of t tokens with a seconds of attention takes max(a / d + A(t), B(t)); A
+    and B are linear in t (`_ends`). If neither A nor B of a way is smaller than those of another way at 0 tokens and at
+    the group's capacity, the way is never faster and is dropped. The exception is a way with fewer bytes or messages of
+    halos, which grow with the number of sets.
+    """
     splits = inputs.splits
     row_of_span, acrosses = _rows_of_spans(inputs)
     # One extra column, so that `first` also holds the end of the last degree's ways.
@@ -465,12 +385,45 @@ def _enter(degree: int, across: int, first: int, ways: FloatArray, inputs: Plann
 
 
 @inlined
-def _ends(terms: Any, tokens: float, degree: int, inputs: PlannerInputs) -> Any:
-    """Return A and B of a way (see the module) for a pack of `tokens` tokens."""
-    # Without beta, attention and linear work, which are equal for all ways.
-    parts = pack_parts(0.0, 0.0, tokens, degree, terms, inputs.prices)
-    always = parts.other - inputs.prices.beta + parts.exposed
-    return always + parts.attention, always + parts.hidden
+def is_way(k: int, degree: int, across: int, inputs: PlannerInputs) -> bool:
+    """Return whether a group can run with the k-th Ulysses degree (-1: as a ring of single ranks).
+
+    Sets must divide the group evenly, and lie inside nodes unless a single set is the whole group.
+    """
+    if k < 0:
+        return not inputs.splits.only
+    heads = inputs.splits.heads[k]
+    if inputs.splits.only:
+        return bool(degree == heads)
+    return bool(degree % heads == 0 and not _spans(heads, across, inputs))
+
+
+@inlined
+def way_terms(k: int, degree: int, across: int, inputs: PlannerInputs) -> Any:
+    """Return the terms of a group with the k-th Ulysses degree (-1: a ring of single ranks); see `is_way`."""
+    # A ring of single ranks is a ring of sets of size 1.
+    heads = inputs.splits.heads[k] if k >= 0 else 1
+    spans = 1 if _spans(heads, across, inputs) else 0
+    # Unplaced groups are only priced by lower bounds, so assume the faster tier.
+    if across == UNPLACED and inputs.splits.only and not spans:
+        spans = faster_tier(inputs)
+    return group_terms(degree, heads, 1 if across else 0, spans, inputs.prices)
+
+
+@inlined
+def _spans(heads: int, across: int, inputs: PlannerInputs) -> bool:
+    """Return whether Ulysses sets of `heads` ranks cross nodes."""
+    # Sets are neighbouring ranks: they cross no node if their size divides the group's number of ranks on each node.
+    return bool(heads > inputs.ranks_per_node or (across > 0 and across % heads != 0))
+
+
+@inlined
+def faster_tier(inputs: PlannerInputs) -> int:
+    """Return 1 if bytes travel faster across nodes than inside one, else 0."""
+    # All three are bytes over the same two bandwidths, so they order the tiers equally; summed, since some may be 0.
+    prices = inputs.prices
+    across = prices.ring[1] + prices.exchange[1] + prices.key_value_exchange[1]
+    return 1 if across < prices.ring[0] + prices.exchange[0] + prices.key_value_exchange[0] else 0
 
 
 @leaf
@@ -485,6 +438,15 @@ def _is_no_quicker(one: Any, other: Any, degree: int, most: int, inputs: Planner
         if computed < other_computed or moved < other_moved:
             return False
     return True
+
+
+@inlined
+def _ends(terms: Any, tokens: float, degree: int, inputs: PlannerInputs) -> Any:
+    """Return A and B of a way (see `tabulated`) for a pack of `tokens` tokens."""
+    # Without beta, attention and linear work, which are equal for all ways.
+    parts = pack_parts(0.0, 0.0, tokens, degree, terms, inputs.prices)
+    always = parts.other - inputs.prices.beta + parts.exposed
+    return always + parts.attention, always + parts.hidden
 
 
 @inlined
@@ -525,3 +487,46 @@ def least_of_packs(
         fixed = hiding * computed_empty + (1.0 - hiding) * moved_empty
         least = min(least, hiding * computed + (1.0 - hiding) * moved + fixed * (packs - 1.0))
     return least
+
+
+@leaf
+def total_of(values: FloatArray | IntArray) -> Any:
+    """Return the sum, added in order: `np.sum` adds in another order under numba, and takes far longer to compile."""
+    total = 0
+    for value in values:
+        total += value
+    return total
+
+
+@leaf
+def most_of(values: FloatArray | IntArray) -> Any:
+    """Return the largest of non-negative values; 0 for an empty array."""
+    most = 0
+    for value in values:
+        most = max(most, value)
+    return most
+
+
+@kernel
+def falling_order(values: FloatArray | IntArray) -> IntArray:
+    """Return the positions of the values in falling order, ties by position (bottom-up merge sort)."""
+    # Instead of numba's argsort: it compiles in 0.2 s, not 1.4 s.
+    n, width = len(values), 1
+    # Stable, so that equal sequences have the same order on every machine.
+    order, merged = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+    for k in range(n):
+        order[k] = k
+    while width < n:
+        for low in range(0, n, 2 * width):
+            middle, high = min(low + width, n), min(low + 2 * width, n)
+            one, other = low, middle
+            for k in range(low, high):
+                if one < middle and (other == high or values[order[one]] >= values[order[other]]):
+                    merged[k] = order[one]
+                    one += 1
+                else:
+                    merged[k] = order[other]
+                    other += 1
+        order, merged = merged, order
+        width *= 2
+    return order

@@ -12,39 +12,42 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, across_at_best, across_of, alone_seconds
+from fcp_cli.planning.compiled.core import (
+    Loads,
+    PlannerInputs,
+    Sequences,
+    across_at_best,
+    across_of,
+    alone_seconds,
+    least_degree,
+    make_loads,
+)
 from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.compiling import kernel, leaf
 
 
 class Rings(NamedTuple):
-    """Groups of degree > 1, in the order of their placement.
+    """Groups of degree > 1, in the order of their placement, and the time that they leave on each rank.
 
     Attributes:
         sequence, degree, first, start, end: [sequences] sequence, degree, first rank, start and end of each ring.
         across: [sequences] see `pack_seconds`.
+        loads: [sequences] load of each ring, including the riders of `single_rank_packs`.
         placed: [1] number of rings; entries beyond are unused.
-    """
-
-    sequence: IntArray
-    degree: IntArray
-    first: IntArray
-    across: IntArray
-    start: FloatArray
-    end: FloatArray
-    placed: IntArray
-
-
-class Timeline(NamedTuple):
-    """The time that rings leave on each rank.
-
-    Attributes:
         free: [num_ranks] seconds from which each rank is free.
         gap_rank, gap_start, gap_end: waits of ranks before a ring that are long enough to fill. If the arrays are full,
             further gaps stay unused.
         gaps: [1] number of gaps.
     """
 
+    sequence: IntArray
+    degree: IntArray
+    first: IntArray
+    start: FloatArray
+    end: FloatArray
+    across: IntArray
+    loads: Loads
+    placed: IntArray
     free: FloatArray
     gap_rank: IntArray
     gap_start: FloatArray
@@ -53,24 +56,20 @@ class Timeline(NamedTuple):
 
 
 @kernel
-def make_rings(count: int) -> Any:
-    """Make space for `count` rings."""
+def make_rings(sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Make space for as many rings as sequences; the number of gaps is limited to keep memory linear in ranks."""
+    n = len(sequences.work)
+    gaps = min(4 * inputs.num_ranks, n)
     return Rings(
-        np.zeros(count, dtype=np.int64),
-        np.zeros(count, dtype=np.int64),
-        np.zeros(count, dtype=np.int64),
-        np.zeros(count, dtype=np.int64),
-        np.zeros(count),
-        np.zeros(count),
+        np.zeros(n, dtype=np.int64),
+        np.zeros(n, dtype=np.int64),
+        np.zeros(n, dtype=np.int64),
+        np.zeros(n),
+        np.zeros(n),
+        np.zeros(n, dtype=np.int64),
+        make_loads(n),
         np.zeros(1, dtype=np.int64),
-    )
-
-
-@kernel
-def make_timeline(num_ranks: int, gaps: int) -> Any:
-    """Make empty timelines with space for `gaps` gaps."""
-    return Timeline(
-        np.zeros(num_ranks),
+        np.zeros(inputs.num_ranks),
         np.zeros(gaps, dtype=np.int64),
         np.zeros(gaps),
         np.zeros(gaps),
@@ -78,13 +77,43 @@ def make_timeline(num_ranks: int, gaps: int) -> Any:
     )
 
 
+@kernel
+def place_rings(target: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings) -> bool:
+    """Place rings for `rings.sequence[:rings.placed[0]]`, in that order; return whether all can end by target."""
+    rings.free[:] = 0.0
+    rings.gaps[0] = 0
+    for g in range(rings.placed[0]):
+        # Greedy by falling work: placed rings stay, so an attempt is linear in the number of rings.
+        first, degree = _least_waste(rings.sequence[g], target, sequences, inputs, rings)
+        if degree == 0:
+            return False
+        rings.first[g], rings.degree[g] = first, degree
+        _enter_ring(g, sequences, inputs, rings)
+    return True
+
+
+@kernel
+def _least_waste(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings) -> Any:
+    """Return first rank and degree of the least wasteful group that can run sequence i by target; degree 0: none."""
+    if len(inputs.group_first):
+        group = _from_catalogue(i, target, sequences, inputs, rings)
+        return (inputs.group_first[group], inputs.group_degree[group]) if group >= 0 else (0, 0)
+    waste, degree, first = _inside_a_node(i, target, np.inf, sequences, inputs, rings)
+    # Second, since the waste inside a node bounds this search, and often ends it at the first degree.
+    if inputs.num_ranks > inputs.ranks_per_node:
+        _waste, wide_degree, wide_first = _across_nodes(i, target, waste, sequences, inputs, rings)
+        if wide_degree > 0:
+            return wide_first, wide_degree
+    return first, degree
+
+
 @leaf
 def _inside_a_node(
-    i: int, target: float, bound: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline
+    i: int, target: float, bound: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings
 ) -> Any:
     """Return least waste, degree (0 if none wastes less than `bound`) and first rank for sequence i inside a node."""
-    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+    attention, linear = sequences.attention[i], sequences.linear[i]
+    lowest = max(2, least_degree(i, sequences, inputs))
     best, best_degree, best_first = bound, 0, -1
     for degree in range(lowest, min(inputs.ranks_per_node, inputs.num_ranks) + 1):
         seconds = alone_seconds(i, degree, 0, sequences, inputs)
@@ -101,12 +130,12 @@ def _inside_a_node(
         for base in range(0, inputs.num_ranks, inputs.ranks_per_node):
             for first in range(base, min(base + inputs.ranks_per_node, inputs.num_ranks) - degree + 1):
                 # A quick test of both ends before reading all ranks.
-                if max(timeline.free[first], timeline.free[first + degree - 1]) + seconds > target:
+                if max(rings.free[first], rings.free[first + degree - 1]) + seconds > target:
                     continue
                 start, total = 0.0, 0.0
                 for rank in range(first, first + degree):
-                    start = max(start, timeline.free[rank])
-                    total += timeline.free[rank]
+                    start = max(start, rings.free[rank])
+                    total += rings.free[rank]
                 left = target - start - seconds
                 if left < 0.0:
                     continue
@@ -120,33 +149,21 @@ def _inside_a_node(
 
 
 @kernel
-def _taken_seconds(inputs: PlannerInputs, timeline: Timeline) -> Any:
-    """Return [whole nodes] when all ranks of each node are free, and [ranks + 1] prefix sums of `timeline.free`."""
-    per_node = inputs.ranks_per_node
-    free_from, before = np.zeros(inputs.num_ranks // per_node), np.zeros(inputs.num_ranks + 1)
-    for rank in range(inputs.num_ranks):
-        before[rank + 1] = before[rank] + timeline.free[rank]
-        if rank // per_node < len(free_from):
-            free_from[rank // per_node] = max(free_from[rank // per_node], timeline.free[rank])
-    return free_from, before
-
-
-@kernel
 def _across_nodes(
-    i: int, target: float, bound: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline
+    i: int, target: float, bound: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings
 ) -> Any:
     """Find the least waste of sequence i on whole neighbouring nodes and the first ranks of the next one.
 
     Returns:
         Waste, degree (0 if none wastes less than `bound`) and first rank.
     """
-    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
+    attention, linear = sequences.attention[i], sequences.linear[i]
     per_node = inputs.ranks_per_node
     nodes = inputs.num_ranks // per_node
     # Filled lazily: most rings are placed inside a node, and then no wider one can win.
     free_from, before = np.zeros(0), np.zeros(0)
     # Narrower groups are tried inside a node.
-    lowest = max(per_node + 1, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+    lowest = max(per_node + 1, least_degree(i, sequences, inputs))
     best, best_degree, best_first = bound, 0, -1
     degree = lowest
     if inputs.whole_nodes:
@@ -158,7 +175,7 @@ def _across_nodes(
             if extra >= best:
                 break
             if len(before) == 0:
-                free_from, before = _taken_seconds(inputs, timeline)
+                free_from, before = _taken_seconds(inputs, rings)
             # A monotonic queue over a sliding window of nodes, whose head is the node that is free last.
             latest = np.zeros(nodes, dtype=np.int64)
             whole = degree // per_node
@@ -176,7 +193,7 @@ def _across_nodes(
                     continue
                 start = free_from[latest[head]]
                 for rank in range(first + whole * per_node, first + degree):
-                    start = max(start, timeline.free[rank])
+                    start = max(start, rings.free[rank])
                 left = target - start - seconds
                 if left < 0.0:
                     continue
@@ -191,8 +208,20 @@ def _across_nodes(
     return best, best_degree, best_first
 
 
+@kernel
+def _taken_seconds(inputs: PlannerInputs, rings: Rings) -> Any:
+    """Return [whole nodes] when all ranks of each node are free, and [ranks + 1] prefix sums of `rings.free`."""
+    per_node = inputs.ranks_per_node
+    free_from, before = np.zeros(inputs.num_ranks // per_node), np.zeros(inputs.num_ranks + 1)
+    for rank in range(inputs.num_ranks):
+        before[rank + 1] = before[rank] + rings.free[rank]
+        if rank // per_node < len(free_from):
+            free_from[rank // per_node] = max(free_from[rank // per_node], rings.free[rank])
+    return free_from, before
+
+
 @leaf
-def _from_catalogue(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline) -> int:
+def _from_catalogue(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings) -> int:
     """Return the catalogue's group with the least waste that can run sequence i by target, or -1."""
     attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
     best, best_group = np.inf, -1
@@ -203,66 +232,36 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, inputs: Planner
         seconds = alone_seconds(i, degree, across_at_best(degree, inputs), sequences, inputs)
         start = 0.0
         for rank in range(first, first + degree):
-            start = max(start, timeline.free[rank])
+            start = max(start, rings.free[rank])
         left = target - start - seconds
         if left < 0.0:
             continue
         waste = degree * seconds - attention - linear + (degree * left if left < 1.5 * inputs.prices.beta else 0.0)
         for rank in range(first, first + degree):
-            waste += start - timeline.free[rank]
+            waste += start - rings.free[rank]
         if waste < best:
             best, best_group = waste, group
     return best_group
 
 
-@kernel
-def _least_waste(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline) -> Any:
-    """Return first rank and degree of the least wasteful group that can run sequence i by target; degree 0: none."""
-    if len(inputs.group_first):
-        group = _from_catalogue(i, target, sequences, inputs, timeline)
-        return (inputs.group_first[group], inputs.group_degree[group]) if group >= 0 else (0, 0)
-    waste, degree, first = _inside_a_node(i, target, np.inf, sequences, inputs, timeline)
-    # Second, since the waste inside a node bounds this search, and often ends it at the first degree.
-    if inputs.num_ranks > inputs.ranks_per_node:
-        _waste, wide_degree, wide_first = _across_nodes(i, target, waste, sequences, inputs, timeline)
-        if wide_degree > 0:
-            return wide_first, wide_degree
-    return first, degree
-
-
-@kernel
-def place_rings(target: float, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline, rings: Rings) -> bool:
-    """Place rings for `rings.sequence[:rings.placed[0]]`, in that order; return whether all can end by target."""
-    timeline.free[:] = 0.0
-    timeline.gaps[0] = 0
-    for g in range(rings.placed[0]):
-        # Greedy by falling work: placed rings stay, so an attempt is linear in the number of rings.
-        first, degree = _least_waste(rings.sequence[g], target, sequences, inputs, timeline)
-        if degree == 0:
-            return False
-        rings.first[g], rings.degree[g] = first, degree
-        _enter_ring(g, sequences, inputs, timeline, rings)
-    return True
-
-
 @leaf
-def _enter_ring(g: int, sequences: Sequences, inputs: PlannerInputs, timeline: Timeline, rings: Rings) -> None:
+def _enter_ring(g: int, sequences: Sequences, inputs: PlannerInputs, rings: Rings) -> None:
     """Add ring g, whose ranks are chosen, to the timelines, with its start, its end and the gaps before it."""
     first, degree = rings.first[g], rings.degree[g]
     start = 0.0
     for rank in range(first, first + degree):
-        start = max(start, timeline.free[rank])
+        start = max(start, rings.free[rank])
     # The real `across`: a group of the catalogue need not be at the best placement.
     across = across_of(first, degree, inputs)
     end = start + alone_seconds(rings.sequence[g], degree, across, sequences, inputs)
     rings.across[g], rings.start[g], rings.end[g] = across, start, end
     for rank in range(first, first + degree):
-        gap = timeline.gaps[0]
+        gap = rings.gaps[0]
         # Shorter waits fit at most half as much work as the fixed seconds of a micro-batch. Longer ones are rare (13 of
         # 89 random steps, 3 of 12 benchmark families), and filling them made none of these steps faster.
-        if start - timeline.free[rank] > 1.5 * inputs.prices.beta and gap < len(timeline.gap_rank):
-            timeline.gap_rank[gap] = rank
-            timeline.gap_start[gap] = timeline.free[rank]
-            timeline.gap_end[gap] = start
-            timeline.gaps[0] = gap + 1
-        timeline.free[rank] = end
+        if start - rings.free[rank] > 1.5 * inputs.prices.beta and gap < len(rings.gap_rank):
+            rings.gap_rank[gap] = rank
+            rings.gap_start[gap] = rings.free[rank]
+            rings.gap_end[gap] = start
+            rings.gaps[0] = gap + 1
+        rings.free[rank] = end

@@ -1,4 +1,4 @@
-"""Single-rank packs in the time that rings leave: first-fit decreasing, before `balancing`.
+"""Single-rank packs in the time that rings leave: first-fit decreasing, before `timelines.balance`.
 
 A bin is an interval of a rank's time: from its last ring to the target, or a gap before a ring. Its sequences lie in
 slots, one per micro-batch, within the token budget. Every open slot costs the bin the fixed seconds of a micro-batch.
@@ -10,8 +10,8 @@ join the pack of a ring with free tokens (a rider), which saves a micro-batch.
                   else let it ride in the first ring that can take it;                       _ride
                   else open a slot in the bin with the most free seconds, even if it then ends late
 
-No array overflows: every rank and every gap that `rings.Timeline` has space for has a bin, a slot is only written after
-it was found, and `iteration._slots` allocates enough of them.
+No array overflows: every rank and every gap that `Rings` has space for has a bin, a slot is only written after it was
+found, and there are enough of them (`_slots`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,35 @@ import numpy as np
 
 from fcp_cli.planning.compiled.core import (
     NONE,
-    Loads,
     PlannerInputs,
     Sequences,
     enter_load,
     load_at,
-    make_loads,
     pack_seconds,
     padded_load,
     together,
+    total_of,
     traffic_of,
 )
-from fcp_cli.planning.compiled.ring_placement import Rings, Timeline
+from fcp_cli.planning.compiled.ring_placement import Rings
+from fcp_cli.planning.compiled.room_tree import (
+    Tree,
+    first_with_room,
+    make_tree,
+    most_work,
+    roomiest,
+    set_room,
+    usable_seconds,
+)
 from fcp_cli.util.arrays import FloatArray, IntArray
-from fcp_cli.util.compiling import inlined, kernel, leaf
+from fcp_cli.util.compiling import kernel, leaf
 
 CLOSED = -1  # `slot_tokens` of an unused slot
 END = -1  # of a linked list
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
 # Without riders, drafts of 24 steps on 64 ranks under `iteration` take 0.1 % longer on average, at most 0.5 %.
 _RIDE = 1.02  # x its work: most rank-seconds that a rider may add to its ring
+_MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; exceeded only if the packs themselves need more
 
 
 class SingleRankPacks(NamedTuple):
@@ -52,7 +61,7 @@ class SingleRankPacks(NamedTuple):
         slot_tokens: [bins, slots] free tokens, or CLOSED.
         head, after, before: sequences of each bin as doubly linked lists.
         bin_of, slot_of: [sequences] bin and slot; a rider in ring g has bin -2 - g.
-        rings: load of each ring, including riders.
+        order: [sequences] the single-rank sequences of an attempt, by falling work; entries beyond are unused.
         most: see `room_tree.most_work`.
         richest: [sequences + 1] most rank-seconds per token that this or any lighter sequence may add to its ring.
         soonest: [2 x a power of two] tree of minima over the free seconds of ranks, to find the rank that ends last.
@@ -65,7 +74,7 @@ class SingleRankPacks(NamedTuple):
     before: IntArray
     bin_of: IntArray
     slot_of: IntArray
-    rings: Loads
+    order: IntArray
     most: FloatArray
     richest: FloatArray
     soonest: FloatArray
@@ -80,9 +89,9 @@ class Trees(NamedTuple):
 
 
 @kernel
-def make_single_rank_packs(bins: int, slots: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Make empty bins with `slots` slots each, and space for as many rings as sequences."""
-    n, leaves = len(sequences.work), 1
+def make_single_rank_packs(sequences: Sequences, inputs: PlannerInputs, rings: Rings) -> Any:
+    """Make empty bins: one per rank, and one per gap that `rings` has space for."""
+    n, bins, leaves = len(sequences.work), inputs.num_ranks + len(rings.gap_rank), 1
     richest = np.zeros(n + 1)
     # A running maximum from the lightest on: bins are filled by falling work, so entry i covers all still to come.
     for i in range(n - 1, -1, -1):
@@ -92,17 +101,199 @@ def make_single_rank_packs(bins: int, slots: int, sequences: Sequences, inputs: 
         leaves *= 2
     return SingleRankPacks(
         np.zeros(bins),
-        np.full((bins, slots), CLOSED),
+        np.full((bins, _slots(bins, sequences, inputs)), CLOSED),
         np.full(bins, END),
         np.full(n, END),
         np.full(n, END),
         np.full(n, NONE),
         np.zeros(n, dtype=np.int64),
-        make_loads(n),
+        np.zeros(n, dtype=np.int64),
         most_work(sequences, inputs),
         richest,
         np.full(2 * leaves, np.inf),
     )
+
+
+@leaf
+def _slots(bins: int, sequences: Sequences, inputs: PlannerInputs) -> int:
+    """Return the number of slots per bin, such that `fill` never lacks one in all bins at once.
+
+    A slot is opened only if no open slot of its bin has room, so any two slots of a bin together hold more than the
+    shared budget, and all bins together open fewer than 2 x tokens / budget + bins slots. Four times the mean per rank,
+    plus 8, exceeds that. No bin needs more slots than there are single-rank sequences. If bins x slots would take too
+    much memory, only the tokens of single-rank sequences count, which keeps it linear in sequences and ranks.
+    """
+    # Only sequences that fit into a single rank can have a slot.
+    singles, single_tokens = 0, 0
+    for i in range(len(sequences.tokens)):
+        if sequences.tokens[i] <= inputs.tokens_per_rank:
+            singles += 1
+            single_tokens += sequences.tokens[i]
+    # With the smaller of the budgets, that of sequences which share a slot.
+    step_tokens = inputs.num_ranks * min(inputs.shared_tokens, inputs.tokens_per_rank)
+    slots = int(4 * (total_of(sequences.tokens) / step_tokens)) + 8
+    return int(min(slots, singles + 1, max(_MOST_SLOTS // bins, int(4 * (single_tokens / step_tokens)) + 8)))
+
+
+@kernel
+def fill(
+    target: float,
+    order: IntArray,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    rings: Rings,
+    singles: SingleRankPacks,
+) -> int:
+    """Fill the bins; see the module.
+
+    Args:
+        target: seconds by which the ranks should end.
+        order: the single-rank sequences, by falling work.
+        sequences, inputs, rings, singles: state of the step, with placed rings.
+
+    Returns:
+        The number of sequences that end too late, or -1 if there are too few slots.
+    """
+    _reset(target, sequences, inputs, rings, singles)
+    bins, count = inputs.num_ranks + rings.gaps[0], rings.placed[0]
+    tree, closed = make_tree(bins), make_tree(bins)
+    # Less the fixed seconds of the micro-batch that a new slot costs.
+    for b in range(bins):
+        set_room(closed, b, singles.free[b] - inputs.prices.beta, 0)
+    rides = make_tree(count)
+    for g in range(count):
+        room = _ring_room(g, rings, singles)
+        set_room(rides, g, rings.degree[g] * room, rings.degree[g] * inputs.tokens_per_rank - rings.loads.tokens[g])
+    return int(_lay(order, Trees(tree, closed, rides), sequences, inputs, rings, singles))
+
+
+@leaf
+def _reset(
+    target: float,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    rings: Rings,
+    singles: SingleRankPacks,
+) -> None:
+    """Empty the bins, set their free seconds from the timelines and `target`, and reset the loads of the rings."""
+    singles.slot_tokens[:] = CLOSED
+    singles.head[:] = END
+    singles.bin_of[:] = NONE
+    for rank in range(inputs.num_ranks):
+        singles.free[rank] = target - rings.free[rank]
+    # Gaps are bins after those of the ranks.
+    for gap in range(rings.gaps[0]):
+        singles.free[inputs.num_ranks + gap] = rings.gap_end[gap] - rings.gap_start[gap]
+    for g in range(rings.placed[0]):
+        enter_load(g, padded_load(rings.sequence[g], rings.degree[g], sequences, inputs), rings.loads)
+
+
+@leaf
+def _lay(
+    order: IntArray,
+    trees: Trees,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    rings: Rings,
+    singles: SingleRankPacks,
+) -> int:
+    """Put sequences into empty bins; see `fill`."""
+    tree, closed, rides = trees.open, trees.closed, trees.rides
+    late = 0
+    for i in order:
+        work, tokens = sequences.work[i], sequences.tokens[i]
+        # Open slots, then rings, which cost no beta either, then a new slot.
+        b = first_with_room(tree, work, tokens, 0)
+        if b == NONE:
+            g = _ride(i, rides, sequences, inputs, rings, singles)
+            if g != NONE:
+                # The ring ends later now, so the bins after it have less time.
+                for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
+                    _update_trees(r, tree, closed, inputs, singles)
+                continue
+        if b == NONE:
+            # Even if late, since balancing may still move it.
+            b = roomiest(closed)
+            # Node 1 is the root, the maximum over all bins.
+            late += closed.seconds[1] < work
+        slot = slot_with_room(b, tokens, inputs, singles)
+        if slot == NONE:
+            slot = closed_slot(b, singles)
+        if slot == NONE:
+            return -1
+        put(i, b, slot, sequences, inputs, singles)
+        _update_trees(b, tree, closed, inputs, singles)
+    return late
+
+
+@leaf
+def _ride(
+    i: int,
+    tree: Tree,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    rings: Rings,
+    singles: SingleRankPacks,
+) -> int:
+    """Let sequence i ride in the first ring that can take it; return the ring, or NONE."""
+    # The tree holds rank-seconds and tokens of all ranks of a ring together, since a rider is sharded over them.
+    g = first_with_room(tree, sequences.work[i], sequences.tokens[i], 0)
+    while g != NONE:
+        degree, across = rings.degree[g], rings.across[g]
+        held = load_at(g, rings.loads)
+        more = together(held, padded_load(i, degree, sequences, inputs))
+        before = pack_seconds(held, degree, across, inputs)
+        after = pack_seconds(more, degree, across, inputs)
+        room = _ring_room(g, rings, singles)
+        # A rider saves beta but lengthens the ring for all its ranks: by its work plus 2 % at most.
+        if after - before <= room and degree * (after - before) <= sequences.work[i] * _RIDE:
+            enter_load(g, more, rings.loads)
+            for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
+                singles.free[r] -= after - before
+            singles.bin_of[i] = -2 - g  # -1 is NONE
+            set_room(tree, g, degree * (room - after + before), degree * inputs.tokens_per_rank - rings.loads.tokens[g])
+            return g
+        # Update the ring's room: its ranks' bins have been filled since. Later sequences with more tokens than the
+        # ring's attention can still hide would lengthen it too much. Without this limit on tokens, the tree would offer
+        # the ring to all of them.
+        tokens = degree * inputs.tokens_per_rank - held.tokens
+        traffic, growth = traffic_of(held.tokens, degree, across, inputs)
+        hidden = degree * (before * (1.0 + _MARGIN) - inputs.prices.beta - traffic) - held.linear
+        per_token = degree * growth - singles.richest[i]
+        if hidden < per_token * tokens:
+            tokens = int(np.ceil(max(0.0, hidden / per_token)))
+        set_room(tree, g, degree * room, tokens)
+        g = first_with_room(tree, sequences.work[i], sequences.tokens[i], g + 1)
+    return NONE
+
+
+@leaf
+def _ring_room(g: int, rings: Rings, singles: SingleRankPacks) -> float:
+    """Return the seconds by which ring g may grow; 0 if another ring follows it on one of its ranks."""
+    room = np.inf
+    for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
+        # A later ring would start later, with all its ranks.
+        if rings.free[r] > rings.end[g]:
+            return 0.0
+        room = min(room, singles.free[r])
+    return room
+
+
+@leaf
+def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
+    """Update bin b in the trees of open and of closed slots."""
+    most = 0
+    can_open = False
+    for slot in range(singles.slot_tokens.shape[1]):
+        if singles.slot_tokens[b, slot] == CLOSED:
+            # During `fill` slots open from the left and none closes, so all after a closed one are closed.
+            can_open = True
+            break
+        most = max(most, singles.slot_tokens[b, slot])
+    shared = most - max(0, inputs.tokens_per_rank - inputs.shared_tokens)
+    set_room(tree, b, usable_seconds(singles.free[b], shared, singles.most, inputs), shared)
+    # -1e300 instead of -inf, the value of unused leaves, so that `roomiest` always returns a bin.
+    set_room(closed, b, singles.free[b] - inputs.prices.beta if can_open else -1e300, 0)
 
 
 @leaf
@@ -158,301 +349,3 @@ def closed_slot(b: int, singles: SingleRankPacks) -> int:
         if singles.slot_tokens[b, slot] == CLOSED:
             return slot
     return NONE
-
-
-@leaf
-def _reset(
-    target: float,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-    timeline: Timeline,
-    rings: Rings,
-    singles: SingleRankPacks,
-) -> None:
-    """Empty the bins, set their free seconds from the timelines and `target`, and reset the loads of the rings."""
-    singles.slot_tokens[:] = CLOSED
-    singles.head[:] = END
-    singles.bin_of[:] = NONE
-    for rank in range(inputs.num_ranks):
-        singles.free[rank] = target - timeline.free[rank]
-    # Gaps are bins after those of the ranks.
-    for gap in range(timeline.gaps[0]):
-        singles.free[inputs.num_ranks + gap] = timeline.gap_end[gap] - timeline.gap_start[gap]
-    for g in range(rings.placed[0]):
-        enter_load(g, padded_load(rings.sequence[g], rings.degree[g], sequences, inputs), singles.rings)
-
-
-@leaf
-def _ring_room(g: int, timeline: Timeline, rings: Rings, singles: SingleRankPacks) -> float:
-    """Return the seconds by which ring g may grow; 0 if another ring follows it on one of its ranks."""
-    room = np.inf
-    for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
-        # A later ring would start later, with all its ranks.
-        if timeline.free[r] > rings.end[g]:
-            return 0.0
-        room = min(room, singles.free[r])
-    return room
-
-
-@leaf
-def _ride(
-    i: int,
-    tree: Tree,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-    timeline: Timeline,
-    rings: Rings,
-    singles: SingleRankPacks,
-) -> int:
-    """Let sequence i ride in the first ring that can take it; return the ring, or NONE."""
-    # The tree holds rank-seconds and tokens of all ranks of a ring together, since a rider is sharded over them.
-    g = first_with_room(tree, sequences.work[i], sequences.tokens[i], 0)
-    while g != NONE:
-        degree, across = rings.degree[g], rings.across[g]
-        held = load_at(g, singles.rings)
-        more = together(held, padded_load(i, degree, sequences, inputs))
-        before = pack_seconds(held, degree, across, inputs)
-        after = pack_seconds(more, degree, across, inputs)
-        room = _ring_room(g, timeline, rings, singles)
-        # A rider saves beta but lengthens the ring for all its ranks: by its work plus 2 % at most.
-        if after - before <= room and degree * (after - before) <= sequences.work[i] * _RIDE:
-            enter_load(g, more, singles.rings)
-            for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
-                singles.free[r] -= after - before
-            singles.bin_of[i] = -2 - g  # -1 is NONE
-            set_room(
-                tree, g, degree * (room - after + before), degree * inputs.tokens_per_rank - singles.rings.tokens[g]
-            )
-            return g
-        # Update the ring's room: its ranks' bins have been filled since. Later sequences with more tokens than the
-        # ring's attention can still hide would lengthen it too much. Without this limit on tokens, the tree would offer
-        # the ring to all of them.
-        tokens = degree * inputs.tokens_per_rank - held.tokens
-        traffic, growth = traffic_of(held.tokens, degree, across, inputs)
-        hidden = degree * (before * (1.0 + _MARGIN) - inputs.prices.beta - traffic) - held.linear
-        per_token = degree * growth - singles.richest[i]
-        if hidden < per_token * tokens:
-            tokens = int(np.ceil(max(0.0, hidden / per_token)))
-        set_room(tree, g, degree * room, tokens)
-        g = first_with_room(tree, sequences.work[i], sequences.tokens[i], g + 1)
-    return NONE
-
-
-@kernel
-def fill(
-    target: float,
-    order: IntArray,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-    timeline: Timeline,
-    rings: Rings,
-    singles: SingleRankPacks,
-) -> int:
-    """Fill the bins; see the module.
-
-    Args:
-        target: seconds by which the ranks should end.
-        order: the single-rank sequences, by falling work.
-        sequences, inputs, timeline, rings, singles: state of the step, with placed rings.
-
-    Returns:
-        The number of sequences that end too late, or -1 if there are too few slots.
-    """
-    _reset(target, sequences, inputs, timeline, rings, singles)
-    bins, count = inputs.num_ranks + timeline.gaps[0], rings.placed[0]
-    tree, closed = make_tree(bins), make_tree(bins)
-    # Less the fixed seconds of the micro-batch that a new slot costs.
-    for b in range(bins):
-        set_room(closed, b, singles.free[b] - inputs.prices.beta, 0)
-    rides = make_tree(count)
-    for g in range(count):
-        room = _ring_room(g, timeline, rings, singles)
-        set_room(rides, g, rings.degree[g] * room, rings.degree[g] * inputs.tokens_per_rank - singles.rings.tokens[g])
-    return int(_lay(order, Trees(tree, closed, rides), sequences, inputs, timeline, rings, singles))
-
-
-@leaf
-def _lay(
-    order: IntArray,
-    trees: Trees,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-    timeline: Timeline,
-    rings: Rings,
-    singles: SingleRankPacks,
-) -> int:
-    """Put sequences into empty bins; see `fill`."""
-    tree, closed, rides = trees.open, trees.closed, trees.rides
-    late = 0
-    for i in order:
-        work, tokens = sequences.work[i], sequences.tokens[i]
-        # Open slots, then rings, which cost no beta either, then a new slot.
-        b = first_with_room(tree, work, tokens, 0)
-        if b == NONE:
-            g = _ride(i, rides, sequences, inputs, timeline, rings, singles)
-            if g != NONE:
-                # The ring ends later now, so the bins after it have less time.
-                for r in range(rings.first[g], rings.first[g] + rings.degree[g]):
-                    _update_trees(r, tree, closed, inputs, singles)
-                continue
-        if b == NONE:
-            # Even if late, since balancing may still move it.
-            b = roomiest(closed)
-            # Node 1 is the root, the maximum over all bins.
-            late += closed.seconds[1] < work
-        slot = slot_with_room(b, tokens, inputs, singles)
-        if slot == NONE:
-            slot = closed_slot(b, singles)
-        if slot == NONE:
-            return -1
-        put(i, b, slot, sequences, inputs, singles)
-        _update_trees(b, tree, closed, inputs, singles)
-    return late
-
-
-@leaf
-def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
-    """Update bin b in the trees of open and of closed slots."""
-    most = 0
-    can_open = False
-    for slot in range(singles.slot_tokens.shape[1]):
-        if singles.slot_tokens[b, slot] == CLOSED:
-            # During `fill` slots open from the left and none closes, so all after a closed one are closed.
-            can_open = True
-            break
-        most = max(most, singles.slot_tokens[b, slot])
-    shared = most - max(0, inputs.tokens_per_rank - inputs.shared_tokens)
-    set_room(tree, b, usable_seconds(singles.free[b], shared, singles.most, inputs), shared)
-    # -1e300 instead of -inf, the value of unused leaves, so that `roomiest` always returns a bin.
-    set_room(closed, b, singles.free[b] - inputs.prices.beta if can_open else -1e300, 0)
-
-
-# Segment tree over the free seconds and tokens of bins, which finds a bin with room for a sequence.
-
-# Limits the table of `most_work` to 512 kB: under larger budgets an entry covers several numbers of tokens.
-_MOST_ENTRIES = 1 << 16
-
-
-class Tree(NamedTuple):
-    """Heap-shaped tree of maxima over bins: free seconds and free tokens. The leaf of bin b is node len // 2 + b.
-
-    The number of leaves is a power of two; leaves beyond the bins have no room, so no search returns them.
-    """
-
-    seconds: FloatArray
-    tokens: IntArray
-
-
-@kernel
-def make_tree(bins: int) -> Any:
-    """Make a tree whose bins have no room yet."""
-    # A power of two, so that node >> 1 is the parent.
-    size = 1
-    while size < bins:
-        size *= 2
-    # The root is node 1, so the children of node k are 2 k and 2 k + 1; node 0 is unused.
-    return Tree(np.full(2 * size, -np.inf), np.full(2 * size, -1, dtype=np.int64))
-
-
-@leaf
-def set_room(tree: Tree, leaf: int, seconds: float, tokens: int) -> None:
-    """Set the free seconds and tokens of a bin."""
-    node = (len(tree.seconds) >> 1) + leaf
-    tree.seconds[node] = seconds
-    tree.tokens[node] = tokens
-    node >>= 1
-    while node >= 1:
-        left = 2 * node
-        most_seconds = max(tree.seconds[left], tree.seconds[left + 1])
-        most_tokens = max(tree.tokens[left], tree.tokens[left + 1])
-        if tree.seconds[node] == most_seconds and tree.tokens[node] == most_tokens:
-            break  # no ancestor changes
-        tree.seconds[node] = most_seconds
-        tree.tokens[node] = most_tokens
-        node >>= 1
-
-
-@kernel
-def most_work(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
-    """Return [budget // `_tokens_of_entry` + 1] the most work of any sequence with at most that many tokens."""
-    unit = _tokens_of_entry(inputs)
-    most = np.zeros(inputs.tokens_per_rank // unit + 1)
-    for i in range(len(sequences.work)):
-        if sequences.tokens[i] <= inputs.tokens_per_rank:
-            # The maximum over all token counts of an entry: room may be overestimated, never underestimated.
-            entry = sequences.tokens[i] // unit
-            most[entry] = max(most[entry], sequences.work[i])
-    # A running maximum: shorter sequences may have more work, e.g. with images or a full mask.
-    for entry in range(1, len(most)):
-        most[entry] = max(most[entry], most[entry - 1])
-    return most
-
-
-@inlined
-def _tokens_of_entry(inputs: PlannerInputs) -> int:
-    return int(inputs.tokens_per_rank // _MOST_ENTRIES + 1)
-
-
-@inlined
-def usable_seconds(seconds: float, tokens: int, most: FloatArray, inputs: PlannerInputs) -> float:
-    """Return the free seconds of a bin that a sequence within its free tokens could use.
-
-    With these in a `Tree`, `first_with_room` finds the same bin but skips the many bins that have seconds and hardly
-    any tokens; otherwise its time grows with the number of bins.
-    """
-    if tokens < 0:
-        return -np.inf
-    if tokens > inputs.tokens_per_rank:  # the table only covers sequences that fit into a single rank
-        return seconds
-    return float(min(seconds, most[min(tokens, inputs.tokens_per_rank) // _tokens_of_entry(inputs)]))
-
-
-@leaf
-def first_with_room(tree: Tree, seconds: float, tokens: int, start: int) -> int:
-    """Return the first bin from `start` on with at least `seconds` and `tokens` free, or NONE."""
-    size = len(tree.seconds) >> 1
-    if start >= size or tree.seconds[1] < seconds or tree.tokens[1] < tokens:
-        return NONE
-    # From a leaf the walk only goes up and right, so bins before `start` are never visited.
-    node = size + start if start else 1
-    # A node may have the seconds in one bin and the tokens in another; then the walk continues to its right.
-    while True:
-        if tree.seconds[node] >= seconds and tree.tokens[node] >= tokens:
-            if node >= size:
-                return node - size
-            node = 2 * node
-            continue
-        while node & 1:  # a right child: its parent is done, too
-            node >>= 1
-        # Went up past the root: nothing is left to the right.
-        if node == 0:
-            return NONE
-        node += 1
-
-
-@leaf
-def roomiest(tree: Tree) -> int:
-    """Return the bin with the most free seconds; the first on ties."""
-    size = len(tree.seconds) >> 1
-    node = 1
-    while node < size:
-        node = 2 * node if tree.seconds[2 * node] >= tree.seconds[2 * node + 1] else 2 * node + 1
-    return node - size
-
-
-@kernel
-def dealt(work: FloatArray, ranks: IntArray) -> IntArray:
-    """Return [sequences] the part of each, given parts with these numbers of ranks and the work in falling order.
-
-    Each sequence goes to the part with the least work per rank so far.
-    """
-    part_of, held, tree = np.empty(len(work), dtype=np.int64), np.zeros(len(ranks)), make_tree(len(ranks))
-    for part in range(len(ranks)):
-        set_room(tree, part, 0.0, 0)
-    for i in range(len(work)):
-        part = roomiest(tree)
-        part_of[i] = part
-        held[part] += work[i]
-        # Negated, since the tree finds the maximum; unused leaves are -inf and never win.
-        set_room(tree, part, -held[part] / ranks[part], 0)
-    return part_of

@@ -28,7 +28,7 @@ from fcp_cli.planning.compiled.core import (
     together,
     total_of,
 )
-from fcp_cli.planning.compiled.single_rank_packs import first_with_room, make_tree, roomiest, set_room
+from fcp_cli.planning.compiled.room_tree import first_with_room, make_tree, roomiest, set_room
 from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.compiling import inlined, kernel
 
@@ -51,6 +51,84 @@ class Packs(NamedTuple):
     of: IntArray
     number: int
     group_of: IntArray
+
+
+@kernel
+def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Return seconds, degree and packing of the fastest step on a single degree; degree 0 if none beats `seconds`.
+
+    A degree is skipped if a lower bound from its work or its longest sequence is not below the best so far.
+    """
+    best_degree, best_packing = 0, FULL
+    by_tokens = longest_first(sequences)
+    attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), total_of(sequences.tokens)
+    for degree in degrees:
+        group_tokens = degree * inputs.tokens_per_rank
+        if sequences.tokens[by_tokens[0]] > group_tokens:
+            continue
+        least = _at_least(degree, attention, linear, tokens, inputs)
+        least = max(least, alone_at_best(by_tokens[0], degree, sequences, inputs))
+        if least * (1.0 - _MARGIN) >= seconds:
+            continue
+        padded, longest = sequences, by_tokens
+        if inputs.padding:
+            padded = _padded_for_all(degree, sequences, inputs)
+            longest = longest_first(padded)
+        for packing in (FULL, EVEN, LEVEL):
+            packs = packed(packing, degree, waves, longest, padded, inputs)
+            if packs.number == 0:
+                continue
+            found, _by, _group_of, _turn_of = share_out(degree, waves, packs, padded, inputs)
+            if found < seconds:
+                seconds, best_degree, best_packing = found, degree, packing
+    return seconds, best_degree, best_packing
+
+
+@inlined
+def _at_least(degree: int, attention: float, linear: float, tokens: int, inputs: PlannerInputs) -> float:
+    """Return a lower bound of a step on a single degree: all groups always busy, with full packs."""
+    packs = max(1.0, tokens / (degree * inputs.tokens_per_rank))
+    # Every weight gives a valid bound, so take the largest.
+    overlapped = 0.0 if degree > 1 else attention
+    for step in range(_HIDING + 1 if degree > 1 else 0):
+        hiding = step / _HIDING
+        least = least_of_packs(hiding, tokens, packs, degree, at_best(degree, inputs), inputs)
+        overlapped = max(overlapped, hiding * attention / degree + least)
+    # All packs in sequence on one group, shared evenly by num_ranks / degree groups.
+    return (inputs.prices.beta * packs + linear / degree + overlapped) * degree / inputs.num_ranks
+
+
+@kernel
+def laid_out(packing: int, degree: int, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Pack sequences that are padded for this degree and deal the packs; fall back to FULL if even packs overflow.
+
+    Returns:
+        The packs, and the arrays of `share_out` without the seconds.
+    """
+    by_tokens = longest_first(sequences)
+    packs = packed(packing, degree, waves, by_tokens, sequences, inputs)
+    if packs.number == 0:
+        packs = packed(FULL, degree, waves, by_tokens, sequences, inputs)
+    _seconds, by, group_of, turn_of = share_out(degree, waves, packs, sequences, inputs)
+    return packs, by, group_of, turn_of
+
+
+@kernel
+def packed(
+    packing: int, degree: int, waves: bool, by_tokens: IntArray, sequences: Sequences, inputs: PlannerInputs
+) -> Any:
+    """Pack sequences that are padded for this degree; return 0 packs if EVEN overflows one.
+
+    FULL fills packs up, EVEN spreads tokens evenly over packs, LEVEL spreads work over the groups first.
+    """
+    group_tokens = degree * inputs.tokens_per_rank
+    if packing == LEVEL:
+        return level_packs(degree, waves, group_tokens, sequences, inputs)
+    pack_of, count = full_packs(group_tokens, by_tokens, sequences)
+    if packing == EVEN:
+        count = even_count(count, inputs.num_ranks // degree)
+        pack_of, count = even_packs(count, group_tokens, by_tokens, sequences)
+    return Packs(pack_of, count, np.empty(0, dtype=np.int64))
 
 
 @kernel
@@ -104,66 +182,6 @@ def even_packs(packs: int, group_tokens: int, by_tokens: IntArray, sequences: Se
         set_room(tree, pack, left, 0)
     # `roomiest` breaks ties to the left, so packs are opened in order and any empty ones are the last.
     return pack_of, min(packs, len(by_tokens))
-
-
-@kernel
-def _padded_for_all(degree: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the sequences padded for groups of this degree."""
-    n = len(sequences.work)
-    padded = Sequences(np.empty(n), np.empty(n), np.empty(n), np.empty(n, dtype=np.int64))
-    for i in range(n):
-        load = padded_load(i, degree, sequences, inputs)
-        padded.attention[i], padded.linear[i], padded.tokens[i] = load.attention, load.linear, load.tokens
-        padded.work[i] = load.attention + load.linear
-    return padded
-
-
-@kernel
-def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Deal the packs to the groups, longest first: under waves in turn, else each to the group that is free first.
-
-    Group g has the ranks from g * degree on. Sequences must be padded for the degree. Packs that have a group keep it.
-
-    Returns:
-        Predicted seconds of the step; [packs] the packs in the order of dealing; [packs] the group and turn of each.
-    """
-    count = packs.number
-    loads = make_loads(count)
-    for i in range(len(packs.of)):
-        p = packs.of[i]
-        enter_load(p, together(load_at(p, loads), sequence_load(i, sequences, inputs)), loads)
-    # If the degree does not divide a node, only some groups cross nodes: rank packs as if all did.
-    span = common_divisor(inputs.ranks_per_node, degree) if inputs.ranks_per_node % degree else 0
-    seconds = np.empty(count)
-    for p in range(count):
-        seconds[p] = pack_seconds(load_at(p, loads), degree, span, inputs)
-    by = falling_order(seconds)
-    group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-    # Left-over ranks idle.
-    groups = inputs.num_ranks // degree
-    across = np.empty(groups, dtype=np.int64)
-    for group in range(groups):
-        across[group] = across_of(group * degree, degree, inputs)
-    # Deal by expected seconds, charge the real ones: the price depends on the nodes that the group crosses.
-    ends, turns, expected = np.zeros(groups), np.zeros(groups, dtype=np.int64), make_tree(groups)
-    for group in range(groups):
-        set_room(expected, group, 0.0, 0)
-    # A turn is a wave, which lasts at least the floor.
-    longest = np.empty(count)  # [turns]
-    for turn in range(count):
-        longest[turn] = inputs.floor
-    for k in range(count):
-        p = by[k]
-        group = k % groups if waves else roomiest(expected)
-        if len(packs.group_of):
-            group = packs.group_of[p]
-        group_of[k], turn_of[k] = group, turns[group]
-        turns[group] += 1
-        taken = pack_seconds(load_at(p, loads), degree, across[group], inputs)
-        longest[turn_of[k]] = max(longest[turn_of[k]], taken)
-        ends[group] += taken
-        set_room(expected, group, expected.seconds[(len(expected.seconds) >> 1) + group] - seconds[p], 0)
-    return (total_of(longest[: most_of(turns)]) if waves else most_of(ends)), by, group_of, turn_of
 
 
 @kernel
@@ -288,79 +306,61 @@ def _pack_level(
     return NONE
 
 
-@inlined
-def _at_least(degree: int, attention: float, linear: float, tokens: int, inputs: PlannerInputs) -> float:
-    """Return a lower bound of a step on a single degree: all groups always busy, with full packs."""
-    packs = max(1.0, tokens / (degree * inputs.tokens_per_rank))
-    # Every weight gives a valid bound, so take the largest.
-    overlapped = 0.0 if degree > 1 else attention
-    for step in range(_HIDING + 1 if degree > 1 else 0):
-        hiding = step / _HIDING
-        least = least_of_packs(hiding, tokens, packs, degree, at_best(degree, inputs), inputs)
-        overlapped = max(overlapped, hiding * attention / degree + least)
-    # All packs in sequence on one group, shared evenly by num_ranks / degree groups.
-    return (inputs.prices.beta * packs + linear / degree + overlapped) * degree / inputs.num_ranks
-
-
 @kernel
-def quickest(seconds: float, degrees: IntArray, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return seconds, degree and packing of the fastest step on a single degree; degree 0 if none beats `seconds`.
+def share_out(degree: int, waves: bool, packs: Packs, sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Deal the packs to the groups, longest first: under waves in turn, else each to the group that is free first.
 
-    A degree is skipped if a lower bound from its work or its longest sequence is not below the best so far.
-    """
-    best_degree, best_packing = 0, FULL
-    by_tokens = longest_first(sequences)
-    attention, linear, tokens = total_of(sequences.attention), total_of(sequences.linear), total_of(sequences.tokens)
-    for degree in degrees:
-        group_tokens = degree * inputs.tokens_per_rank
-        if sequences.tokens[by_tokens[0]] > group_tokens:
-            continue
-        least = _at_least(degree, attention, linear, tokens, inputs)
-        least = max(least, alone_at_best(by_tokens[0], degree, sequences, inputs))
-        if least * (1.0 - _MARGIN) >= seconds:
-            continue
-        padded, longest = sequences, by_tokens
-        if inputs.padding:
-            padded = _padded_for_all(degree, sequences, inputs)
-            longest = longest_first(padded)
-        for packing in (FULL, EVEN, LEVEL):
-            packs = packed(packing, degree, waves, longest, padded, inputs)
-            if packs.number == 0:
-                continue
-            found, _by, _group_of, _turn_of = share_out(degree, waves, packs, padded, inputs)
-            if found < seconds:
-                seconds, best_degree, best_packing = found, degree, packing
-    return seconds, best_degree, best_packing
-
-
-@kernel
-def laid_out(packing: int, degree: int, waves: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Pack sequences that are padded for this degree and deal the packs; fall back to FULL if even packs overflow.
+    Group g has the ranks from g * degree on. Sequences must be padded for the degree. Packs that have a group keep it.
 
     Returns:
-        The packs, and the arrays of `share_out` without the seconds.
+        Predicted seconds of the step; [packs] the packs in the order of dealing; [packs] the group and turn of each.
     """
-    by_tokens = longest_first(sequences)
-    packs = packed(packing, degree, waves, by_tokens, sequences, inputs)
-    if packs.number == 0:
-        packs = packed(FULL, degree, waves, by_tokens, sequences, inputs)
-    _seconds, by, group_of, turn_of = share_out(degree, waves, packs, sequences, inputs)
-    return packs, by, group_of, turn_of
+    count = packs.number
+    loads = make_loads(count)
+    for i in range(len(packs.of)):
+        p = packs.of[i]
+        enter_load(p, together(load_at(p, loads), sequence_load(i, sequences, inputs)), loads)
+    # If the degree does not divide a node, only some groups cross nodes: rank packs as if all did.
+    span = common_divisor(inputs.ranks_per_node, degree) if inputs.ranks_per_node % degree else 0
+    seconds = np.empty(count)
+    for p in range(count):
+        seconds[p] = pack_seconds(load_at(p, loads), degree, span, inputs)
+    by = falling_order(seconds)
+    group_of, turn_of = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    # Left-over ranks idle.
+    groups = inputs.num_ranks // degree
+    across = np.empty(groups, dtype=np.int64)
+    for group in range(groups):
+        across[group] = across_of(group * degree, degree, inputs)
+    # Deal by expected seconds, charge the real ones: the price depends on the nodes that the group crosses.
+    ends, turns, expected = np.zeros(groups), np.zeros(groups, dtype=np.int64), make_tree(groups)
+    for group in range(groups):
+        set_room(expected, group, 0.0, 0)
+    # A turn is a wave, which lasts at least the floor.
+    longest = np.empty(count)  # [turns]
+    for turn in range(count):
+        longest[turn] = inputs.floor
+    for k in range(count):
+        p = by[k]
+        group = k % groups if waves else roomiest(expected)
+        if len(packs.group_of):
+            group = packs.group_of[p]
+        group_of[k], turn_of[k] = group, turns[group]
+        turns[group] += 1
+        taken = pack_seconds(load_at(p, loads), degree, across[group], inputs)
+        longest[turn_of[k]] = max(longest[turn_of[k]], taken)
+        ends[group] += taken
+        set_room(expected, group, expected.seconds[(len(expected.seconds) >> 1) + group] - seconds[p], 0)
+    return (total_of(longest[: most_of(turns)]) if waves else most_of(ends)), by, group_of, turn_of
 
 
 @kernel
-def packed(
-    packing: int, degree: int, waves: bool, by_tokens: IntArray, sequences: Sequences, inputs: PlannerInputs
-) -> Any:
-    """Pack sequences that are padded for this degree; return 0 packs if EVEN overflows one.
-
-    FULL fills packs up, EVEN spreads tokens evenly over packs, LEVEL spreads work over the groups first.
-    """
-    group_tokens = degree * inputs.tokens_per_rank
-    if packing == LEVEL:
-        return level_packs(degree, waves, group_tokens, sequences, inputs)
-    pack_of, count = full_packs(group_tokens, by_tokens, sequences)
-    if packing == EVEN:
-        count = even_count(count, inputs.num_ranks // degree)
-        pack_of, count = even_packs(count, group_tokens, by_tokens, sequences)
-    return Packs(pack_of, count, np.empty(0, dtype=np.int64))
+def _padded_for_all(degree: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Return the sequences padded for groups of this degree."""
+    n = len(sequences.work)
+    padded = Sequences(np.empty(n), np.empty(n), np.empty(n), np.empty(n, dtype=np.int64))
+    for i in range(n):
+        load = padded_load(i, degree, sequences, inputs)
+        padded.attention[i], padded.linear[i], padded.tokens[i] = load.attention, load.linear, load.tokens
+        padded.work[i] = load.attention + load.linear
+    return padded

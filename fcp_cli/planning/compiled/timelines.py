@@ -1,4 +1,4 @@
-"""`sync: iteration`: the smallest target for which rings and single-rank packs fit, then balancing.
+"""Timelines under `sync: iteration`: the smallest target for which rings and single-rank packs fit, then balancing.
 
 `schedule` starts from a lower bound and searches the smallest feasible target above it:
 
@@ -6,14 +6,21 @@
     double the gap to the lower bound until everything fits            _attempt
     bisect between the last gap that did not fit and the first that did
     try that target and three lower ones, in which some sequences end late;
-        balance each, and keep the one that then ends first            balancing.balance
+        balance each, and keep the one that then ends first            balance
     rebuild that one, since the arrays hold the last attempt
 
 An attempt for a target:
 
     sequences that no single rank can run by then become rings         _split
-    rings take ranks on the timelines                                  rings.place_rings
+    rings take ranks on the timelines                                  ring_placement.place_rings
     single-rank sequences are laid into the time that rings leave      single_rank_packs.fill
+
+Balancing moves and swaps sequences, until nothing helps, the ranks are even, or the work limit is reached:
+
+    take the rank that ends last                                       _last_to_end
+    find the best move or swap with a sample of bins: the one after
+        which the later of the two bins ends soonest                   _best_exchange
+    apply it                                                           _exchange
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.planning.compiled.core import NONE, PlannerInputs, Sequences, total_of
-from fcp_cli.planning.compiled.ring_placement import Rings, Timeline, make_rings, make_timeline, place_rings
+from fcp_cli.planning.compiled.ring_placement import Rings, make_rings, place_rings
 from fcp_cli.planning.compiled.single_rank_packs import (
     END,
     SingleRankPacks,
@@ -34,72 +41,18 @@ from fcp_cli.planning.compiled.single_rank_packs import (
     slot_with_room,
     take,
 )
-from fcp_cli.util.arrays import IntArray
 from fcp_cli.util.compiling import inlined, kernel, leaf
 
 _ALIKE = 2e-4  # relative: a part may end this much later than the searched one without a later target
-_MOST_SLOTS = 1 << 26  # of all bins together, 512 MB; exceeded only if the packs themselves need more
-
-
-@leaf
-def _split(target: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings, single_order: IntArray) -> int:
-    """Put sequences that no single rank can run by target into `rings`, the others into `single_order`; count these."""
-    count = 0
-    n = 0
-    for i in range(len(sequences.work)):
-        # A ring costs communication and fixed seconds on each rank, so only sequences that need one get it.
-        if sequences.tokens[i] > inputs.tokens_per_rank or inputs.prices.beta + sequences.work[i] > target:
-            rings.sequence[count] = i
-            count += 1
-        else:
-            single_order[n] = i
-            n += 1
-    # An array of one element, since numbers are not passed by reference.
-    rings.placed[0] = count
-    return n
-
-
-@kernel
-def _attempt(
-    target: float,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-    timeline: Timeline,
-    rings: Rings,
-    singles: SingleRankPacks,
-    single_order: IntArray,
-) -> int:
-    """Place rings, then single-rank sequences; return the number of late ones, or -1 if a ring or slot does not fit."""
-    n = _split(target, sequences, inputs, rings, single_order)
-    if not place_rings(target, sequences, inputs, timeline, rings):
-        return -1
-    return int(fill(target, single_order[:n], sequences, inputs, timeline, rings, singles))
-
-
-@leaf
-def _slots(bins: int, sequences: Sequences, inputs: PlannerInputs) -> int:
-    """Return the number of slots per bin, such that `fill` never lacks one in all bins at once.
-
-    A slot is opened only if no open slot of its bin has room, so any two slots of a bin together hold more than the
-    shared budget, and all bins together open fewer than 2 x tokens / budget + bins slots. Four times the mean per rank,
-    plus 8, exceeds that. No bin needs more slots than there are single-rank sequences. If bins x slots would take too
-    much memory, only the tokens of single-rank sequences count, which keeps it linear in sequences and ranks.
-    """
-    # Only sequences that fit into a single rank can have a slot.
-    singles, single_tokens = 0, 0
-    for i in range(len(sequences.tokens)):
-        if sequences.tokens[i] <= inputs.tokens_per_rank:
-            singles += 1
-            single_tokens += sequences.tokens[i]
-    # With the smaller of the budgets, that of sequences which share a slot.
-    step_tokens = inputs.num_ranks * min(inputs.shared_tokens, inputs.tokens_per_rank)
-    slots = int(4 * (total_of(sequences.tokens) / step_tokens)) + 8
-    return int(min(slots, singles + 1, max(_MOST_SLOTS // bins, int(4 * (single_tokens / step_tokens)) + 8)))
+_SAMPLE = 160  # most bins compared with the worst one at a time
+_SAMPLES_IN_VAIN = 16  # samples without an exchange after which balancing ends
+_EPSILON = 1e-9  # seconds: an exchange must gain more than rounding, or balancing would not terminate
+_EVEN = 5e-5  # of the target: excess of the last rank over the mean at which balancing ends
 
 
 @kernel
 def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the best schedule found: rings, single-rank packs and timelines; its target and its end.
+    """Return the best schedule found: rings and single-rank packs; its target and its end.
 
     The target is 0 if rings and packs do not fit by the limit.
 
@@ -110,32 +63,21 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
         sequences: the sequences by falling work.
         inputs: the ranks and their prices.
     """
-    n = len(sequences.work)
-    # Limits the number of gaps, so that memory is linear in ranks; further gaps stay unused.
-    bins = inputs.num_ranks + min(4 * inputs.num_ranks, n)
-    timeline = make_timeline(inputs.num_ranks, bins - inputs.num_ranks)
-    rings = make_rings(n)
-    singles = make_single_rank_packs(bins, _slots(bins, sequences, inputs), sequences, inputs)
-    single_order = np.zeros(n, dtype=np.int64)
-    if limit < np.inf:
-        late = _attempt(limit, sequences, inputs, timeline, rings, singles, single_order)
-        # If it does not fit by the limit, it hardly fits sooner.
-        if late != 0:
-            return rings, singles, timeline, 0.0, 0.0
+    rings = make_rings(sequences, inputs)
+    singles = make_single_rank_packs(sequences, inputs, rings)
+    # If it does not fit by the limit, it hardly fits sooner.
+    if limit < np.inf and _attempt(limit, sequences, inputs, rings, singles) != 0:
+        return rings, singles, 0.0, 0.0
     # A gap to `lower` that fits, and the largest known not to. This terminates, since large gaps always fit. It starts
     # small, since an attempt far above the first fit builds a poor step.
     gap, infeasible = 0.002, 0.0
-    while True:
-        late = _attempt(lower * (1.0 + gap), sequences, inputs, timeline, rings, singles, single_order)
-        if late == 0:
-            break
+    while _attempt(lower * (1.0 + gap), sequences, inputs, rings, singles) != 0:
         infeasible = gap
         gap *= 2.0
     # To 0.05 %: finer gains come from the lower targets below, and from balancing.
     while gap - infeasible > 0.0005:
         middle = 0.5 * (gap + infeasible)
-        late = _attempt(lower * (1.0 + middle), sequences, inputs, timeline, rings, singles, single_order)
-        if late == 0:
+        if _attempt(lower * (1.0 + middle), sequences, inputs, rings, singles) == 0:
             gap = middle
         else:
             infeasible = middle
@@ -143,21 +85,20 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
     best, best_target = np.inf, 0.0
     for k in range(4):
         target = lower * (1.0 + gap * (1.0 - k / 4.0))
-        late = _attempt(target, sequences, inputs, timeline, rings, singles, single_order)
-        if late < 0:
+        if _attempt(target, sequences, inputs, rings, singles) < 0:
             break  # lower targets need even wider rings
-        end = balance(target, timeline.gaps[0], work_limit, sequences, inputs, singles)
+        end = balance(target, rings.gaps[0], work_limit, sequences, inputs, singles)
         if end < best:
             best, best_target = end, target
     # The arrays hold the last attempt; repeating the best one is cheaper than copying every improvement.
-    late = _attempt(best_target, sequences, inputs, timeline, rings, singles, single_order)
-    balance(best_target, timeline.gaps[0], work_limit, sequences, inputs, singles)
-    return rings, singles, timeline, best_target, best
+    _attempt(best_target, sequences, inputs, rings, singles)
+    balance(best_target, rings.gaps[0], work_limit, sequences, inputs, singles)
+    return rings, singles, best_target, best
 
 
 @kernel
 def follow(target: float, end: float, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return a schedule of a part by the target of an equivalent part, without a search: rings, packs and timelines.
+    """Return a schedule of a part by the target of an equivalent part, without a search: rings and packs.
 
     If this part then ends later than the other one, later targets are tried, until all sequences end by the target. The
     best schedule is returned.
@@ -166,39 +107,54 @@ def follow(target: float, end: float, work_limit: int, sequences: Sequences, inp
         target, end: target and end that `schedule` returned for the other part.
         work_limit, sequences, inputs: as in `schedule`.
     """
-    n = len(sequences.work)
-    bins = inputs.num_ranks + min(4 * inputs.num_ranks, n)
-    timeline = make_timeline(inputs.num_ranks, bins - inputs.num_ranks)
-    rings = make_rings(n)
-    singles = make_single_rank_packs(bins, _slots(bins, sequences, inputs), sequences, inputs)
-    single_order = np.zeros(n, dtype=np.int64)
+    rings = make_rings(sequences, inputs)
+    singles = make_single_rank_packs(sequences, inputs, rings)
     best, best_target, step, late = np.inf, target, 0.0, -1
     while best > end * (1.0 + _ALIKE) and late != 0:
         tried = target * (1.0 + step)
-        late = _attempt(tried, sequences, inputs, timeline, rings, singles, single_order)
+        late = _attempt(tried, sequences, inputs, rings, singles)
         if late >= 0:
-            reached = balance(tried, timeline.gaps[0], work_limit, sequences, inputs, singles)
+            reached = balance(tried, rings.gaps[0], work_limit, sequences, inputs, singles)
             if reached < best:
                 best, best_target = reached, tried
         step = 2.0 * step + 0.0005
     if best_target != tried:
-        _attempt(best_target, sequences, inputs, timeline, rings, singles, single_order)
-        balance(best_target, timeline.gaps[0], work_limit, sequences, inputs, singles)
-    return rings, singles, timeline
+        _attempt(best_target, sequences, inputs, rings, singles)
+        balance(best_target, rings.gaps[0], work_limit, sequences, inputs, singles)
+    return rings, singles
 
 
-# Balancing of single-rank packs: moves and swaps with the rank that ends last.
-#
-# balance:  until nothing helps, the ranks are even, or the work limit is reached:
-#               take the rank that ends last                                        _last_to_end
-#               find the best move or swap with a sample of bins: the one after
-#               which the later of the two bins ends soonest                        _best_exchange
-#               apply it                                                            _exchange
+@kernel
+def _attempt(
+    target: float,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    rings: Rings,
+    singles: SingleRankPacks,
+) -> int:
+    """Place rings, then single-rank sequences; return the number of late ones, or -1 if a ring or slot does not fit."""
+    n = _split(target, sequences, inputs, rings, singles)
+    if not place_rings(target, sequences, inputs, rings):
+        return -1
+    return int(fill(target, singles.order[:n], sequences, inputs, rings, singles))
 
-_SAMPLE = 160  # most bins compared with the worst one at a time
-_SAMPLES_IN_VAIN = 16  # samples without an exchange after which balancing ends
-_EPSILON = 1e-9  # seconds: an exchange must gain more than rounding, or balancing would not terminate
-_EVEN = 5e-5  # of the target: excess of the last rank over the mean at which balancing ends
+
+@leaf
+def _split(target: float, sequences: Sequences, inputs: PlannerInputs, rings: Rings, singles: SingleRankPacks) -> int:
+    """Put sequences that no single rank can run by target into `rings`, others into `singles.order`; count these."""
+    count = 0
+    n = 0
+    for i in range(len(sequences.work)):
+        # A ring costs communication and fixed seconds on each rank, so only sequences that need one get it.
+        if sequences.tokens[i] > inputs.tokens_per_rank or inputs.prices.beta + sequences.work[i] > target:
+            rings.sequence[count] = i
+            count += 1
+        else:
+            singles.order[n] = i
+            n += 1
+    # An array of one element, since numbers are not passed by reference.
+    rings.placed[0] = count
+    return n
 
 
 class Exchange(NamedTuple):

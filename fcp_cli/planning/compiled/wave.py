@@ -1,8 +1,15 @@
 """A wave under `sync: microbatch`: one micro-batch on each group, with as much work as fits by a target.
 
-Long sequences come first, each on the smallest degree that ends by the target, inside a node if one has room. The
-remaining ranks form groups of a given width. All other sequences are packed first-fit decreasing, also into rings that
-have tokens and seconds to spare.
+`fill_wave` fills one from the pool of waiting sequences:
+
+    long sequences first, each on the smallest degree that ends by the target,    place_rings
+        inside a node if one has room
+    make groups of a given width of the ranks left                                _group_free_ranks
+    pack all other sequences first-fit decreasing, also into rings that have      _fill_groups
+        tokens and seconds to spare
+
+`outlook` estimates what a wave leaves without packing the small sequences. The free ranks of a node are contiguous,
+since groups take them from either end; nodes are in linked lists by their number of free ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ from fcp_cli.planning.compiled.core import (
     alone_seconds,
     enter_empty,
     enter_load,
+    least_degree,
     least_of_packs,
     load_at,
     make_loads,
@@ -32,7 +40,7 @@ from fcp_cli.planning.compiled.core import (
     together,
     traffic_of,
 )
-from fcp_cli.planning.compiled.single_rank_packs import (
+from fcp_cli.planning.compiled.room_tree import (
     Tree,
     first_with_room,
     make_tree,
@@ -44,6 +52,8 @@ from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.compiling import inlined, kernel, leaf
 
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
+# Seconds: sums that are equal on paper may differ in their last bits, which must not cost a rank or a wave.
+SLACK = 1e-12
 
 
 class Wave(NamedTuple):
@@ -57,6 +67,7 @@ class Wave(NamedTuple):
         group_of: [sequences] group of each sequence that the wave takes.
         groups: [1] number of groups.
         ranks: the ranks without a group.
+        pool: the sequences that no wave has taken yet.
     """
 
     degree: IntArray
@@ -66,45 +77,251 @@ class Wave(NamedTuple):
     group_of: IntArray
     groups: IntArray
     ranks: FreeRanks
+    pool: Pool
+
+
+class Pool(NamedTuple):
+    """Sequences that a wave may take or has left, and precomputed values; arrays are [sequences] if not stated.
+
+    Attributes:
+        waiting: sequences still to be planned, by falling work; entries beyond `num_waiting` are unused.
+        num_waiting: [1] number of waiting sequences.
+        left_over: sequences left by the wave filled last: long ones, then others, each by falling work.
+        small: sequences that need no ring; scratch space of a wave.
+        kept: sequences left by the best wave so far.
+        shortest: seconds of each sequence alone on its best degree; 0 until computed.
+        least: rank-seconds of each sequence in the narrowest ring that holds it; see `work_in_rings`.
+        most: [tokens] see `room_tree.most_work`.
+        thin: [1] least linear seconds per token of any sequence.
+        density: largest work per token of this or any lighter sequence.
+    """
+
+    waiting: IntArray
+    num_waiting: IntArray
+    left_over: IntArray
+    small: IntArray
+    kept: IntArray
+    shortest: FloatArray
+    least: FloatArray
+    most: FloatArray
+    thin: FloatArray
+    density: FloatArray
+
+
+class FreeRanks(NamedTuple):
+    """The free ranks of each node.
+
+    Attributes:
+        free, start: [nodes] number of free ranks, and the first of them.
+        bucket: [ranks_per_node + 1] first node with each number of free ranks, or -1.
+        next_node, before_node: [nodes] doubly linked list of the nodes with equally many free ranks; -1 at the ends.
+        used: [num_ranks] 1 for a rank that has a group; only maintained if rings come from a catalogue.
+        used_before: [num_ranks + 1] prefix sums of `used`.
+        too_wide: [1] least degree for which no run of free ranks across nodes was found. Free ranks only become fewer
+            while a wave is filled, so wider groups need no search.
+    """
+
+    free: IntArray
+    start: IntArray
+    bucket: IntArray
+    next_node: IntArray
+    before_node: IntArray
+    used: IntArray
+    used_before: IntArray
+    too_wide: IntArray
 
 
 @kernel
-def make_wave(sequences: int, inputs: PlannerInputs) -> Any:
-    """Allocate the arrays of a wave; `place_rings` resets them."""
+def make_wave(sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Allocate the arrays of a wave, which `place_rings` resets, and make a pool in which all sequences wait."""
     num_ranks = inputs.num_ranks
     return Wave(
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         np.zeros(num_ranks, dtype=np.int64),
         make_loads(num_ranks),
-        np.zeros(sequences, dtype=np.int64),
+        np.zeros(len(sequences.work), dtype=np.int64),
         np.zeros(1, dtype=np.int64),
         make_free_ranks(inputs),
+        _make_pool(sequences, inputs),
+    )
+
+
+@kernel
+def _make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Make a pool in which all sequences wait."""
+    n, thin = len(sequences.work), np.full(1, np.inf)
+    density = np.zeros(n)
+    # A running maximum from the lightest on.
+    for i in range(n - 1, -1, -1):
+        thin[0] = min(thin[0], sequences.linear[i] / sequences.tokens[i])
+        density[i] = max(sequences.work[i] / sequences.tokens[i], density[i + 1] if i + 1 < n else 0.0)
+    return Pool(
+        np.arange(n),
+        np.full(1, n),
+        np.zeros(n, dtype=np.int64),
+        np.zeros(n, dtype=np.int64),
+        np.zeros(n, dtype=np.int64),
+        np.zeros(n),
+        work_in_rings(np.inf, sequences, inputs),
+        most_work(sequences, inputs),
+        thin,
+        density,
+    )
+
+
+@kernel
+def make_free_ranks(inputs: PlannerInputs) -> Any:
+    """Allocate the arrays; `free_all` initializes them."""
+    nodes = (inputs.num_ranks + inputs.ranks_per_node - 1) // inputs.ranks_per_node
+    return FreeRanks(
+        np.zeros(nodes, dtype=np.int64),
+        np.zeros(nodes, dtype=np.int64),
+        np.zeros(inputs.ranks_per_node + 1, dtype=np.int64),
+        np.zeros(nodes, dtype=np.int64),
+        np.zeros(nodes, dtype=np.int64),
+        np.zeros(inputs.num_ranks, dtype=np.int64),
+        np.zeros(inputs.num_ranks + 1, dtype=np.int64),
+        np.zeros(1, dtype=np.int64),
     )
 
 
 @leaf
-def _open_group(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> int:
-    """Add an empty group on `degree` ranks from `first` on; return its number."""
-    g = wave.groups[0]
-    wave.first[g], wave.degree[g], wave.across[g] = first, degree, across_of(first, degree, inputs)
-    enter_empty(g, wave.loads)
-    wave.groups[0] = g + 1
-    return int(g)
+def wait_for_next(rest: IntArray, count: int, pool: Pool) -> None:
+    """Let the sequences rest[:count] of the pool wait for the next wave, and no others."""
+    for k in range(count):
+        pool.waiting[k] = rest[k]
+    pool.num_waiting[0] = count
+
+
+@kernel
+def fill_wave(target: float, width: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
+    """Fill a wave from the waiting sequences: rings, then the others first-fit by falling work.
+
+    Args:
+        target: seconds by which all groups end.
+        width: degree of the groups on ranks that rings leave free; smaller if nodes are.
+        sequences, inputs: the sequences by falling work, and the ranks.
+        wave: the wave, with the waiting sequences in its pool.
+
+    Returns:
+        The number of sequences left over, in `wave.pool.left_over`.
+    """
+    width = min(width, inputs.ranks_per_node)
+    rest, small, _ranks_left, _refused = place_rings(target, width, sequences, inputs, wave)
+    if len(inputs.group_first):
+        _group_free_ranks_of_catalogue(width, inputs, wave)
+    else:
+        _group_free_ranks(width, inputs, wave)
+    return _fill_groups(target, rest, small, make_tree(wave.groups[0]), sequences, inputs, wave)
 
 
 @leaf
-def _add(i: int, g: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> None:
-    """Add sequence i to the pack of group g."""
-    enter_load(g, together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs)), wave.loads)
-    wave.group_of[i] = g
+def outlook(target: float, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> Any:
+    """Estimate the remainder of a wave, with small sequences as a fluid over all free ranks.
+
+    Return work, tokens and refused work, and the longest remaining sequence or -1.
+    """
+    pool = wave.pool
+    rest, small, ranks_left, refused = place_rings(target, 1, sequences, inputs, wave)
+    work, tokens = 0.0, 0
+    longest = pool.left_over[0] if rest else -1
+    for k in range(rest):
+        work += pool.least[pool.left_over[k]]
+        tokens += sequences.tokens[pool.left_over[k]]
+    seconds = ranks_left * (target - inputs.prices.beta)
+    room = ranks_left * inputs.tokens_per_rank
+    for g in range(wave.groups[0]):
+        degree = wave.degree[g]
+        free_tokens = degree * inputs.tokens_per_rank - wave.loads.tokens[g]
+        ring = inputs.prices.ring[1 if wave.across[g] else 0]
+        hidden = (1.0 - inputs.prices.exposed) * ring * (degree - 1) * wave.loads.tokens[g]
+        # If the ring outlasts its attention, every further token lengthens the pack, so it has no room.
+        if hidden < wave.loads.attention[g] or len(inputs.splits.heads):
+            seconds += _free_seconds(g, target, inputs, wave)
+            room += free_tokens
+    for k in range(small):
+        i = pool.small[k]
+        # Smaller ones may still fit after one that does not.
+        if sequences.work[i] <= seconds and sequences.tokens[i] <= room:
+            seconds -= sequences.work[i]
+            room -= sequences.tokens[i]
+        else:
+            work += pool.least[i]
+            tokens += sequences.tokens[i]
+            # By falling work, so the first that is left is the longest.
+            if longest < 0:
+                longest = i
+    return work, tokens, refused, longest
+
+
+@leaf
+def wave_seconds(inputs: PlannerInputs, wave: Wave) -> float:
+    """Return the seconds of the wave: those of its slowest group, but at least the floor."""
+    slowest = inputs.floor
+    for g in range(wave.groups[0]):
+        if wave.loads.tokens[g]:
+            seconds = pack_seconds(load_at(g, wave.loads), wave.degree[g], wave.across[g], inputs)
+            slowest = max(slowest, seconds)
+    return slowest
+
+
+@leaf
+def place_rings(target: float, width: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> Any:
+    """Start a wave: place rings for the sequences that need one (`_is_small`), as long as there are ranks.
+
+    Work is refused if enough ranks were left for its sequence, but no group of them ends by the target. It will cost a
+    later wave as much as it would have cost this one.
+
+    Returns:
+        The numbers of sequences in `left_over` and `small` of the pool, the number of ranks left, and the refused work.
+    """
+    pool = wave.pool
+    wave.groups[0] = 0
+    free_all(inputs, wave.ranks)
+    ranks_left = inputs.num_ranks
+    rest, small = 0, 0
+    refused = 0.0
+    for k in range(pool.num_waiting[0]):
+        i = pool.waiting[k]
+        if _is_small(i, target, width, sequences, inputs):
+            pool.small[small] = i
+            small += 1
+            continue
+        if ranks_left < 2:
+            degree = 0
+        elif len(inputs.group_first):
+            degree = _place_in_catalogue(i, target, sequences, inputs, wave)
+        else:
+            degree = _place_ring(i, target, ranks_left, sequences, inputs, wave)
+        ranks_left -= degree
+        if degree == 0:
+            pool.left_over[rest] = i
+            rest += 1
+            if ranks_left * inputs.tokens_per_rank >= sequences.tokens[i] and (
+                ranks_left * (target - inputs.prices.beta) >= sequences.work[i]
+            ):
+                refused += sequences.work[i]
+    return rest, small, ranks_left, refused
+
+
+@leaf
+def _is_small(i: int, target: float, width: int, sequences: Sequences, inputs: PlannerInputs) -> bool:
+    """Return whether a single rank, or a group of `width` > 2 ranks, can run the sequence by the target."""
+    if sequences.tokens[i] <= inputs.tokens_per_rank:
+        again = recomputation_seconds(sequences.tokens[i], 1, inputs.prices)
+        if inputs.prices.beta + sequences.work[i] + again <= target + SLACK:
+            return True
+    if width <= 2 or sequences.tokens[i] > width * inputs.tokens_per_rank:
+        return False
+    return bool(alone_seconds(i, width, 0, sequences, inputs) <= target + SLACK)
 
 
 @leaf
 def _place_ring(i: int, target: float, left: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> int:
     """Place a long sequence on the smallest degree that ends by target; return the degree, or 0 if none fits."""
-    attention, linear, tokens = sequences.attention[i], sequences.linear[i], sequences.tokens[i]
-    lowest = max(2, (tokens + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank)
+    attention, linear = sequences.attention[i], sequences.linear[i]
+    lowest = max(2, least_degree(i, sequences, inputs))
     # Fewer ranks cannot do the work in time; 1e-9 keeps rounding from adding a rank.
     lowest = max(lowest, int(np.ceil((attention + linear) / (target - inputs.prices.beta) - 1e-9)))
     # Degrees far above the least only pay if the ring is exposed; they are only tried for the wave's first ring.
@@ -145,6 +362,16 @@ def _place_in_catalogue(i: int, target: float, sequences: Sequences, inputs: Pla
 
 
 @leaf
+def _open_group(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> int:
+    """Add an empty group on `degree` ranks from `first` on; return its number."""
+    g = wave.groups[0]
+    wave.first[g], wave.degree[g], wave.across[g] = first, degree, across_of(first, degree, inputs)
+    enter_empty(g, wave.loads)
+    wave.groups[0] = g + 1
+    return int(g)
+
+
+@leaf
 def _open_in_catalogue(first: int, degree: int, inputs: PlannerInputs, wave: Wave) -> int:
     """Add a group of the catalogue; return its number."""
     for rank in range(first, first + degree):
@@ -152,108 +379,11 @@ def _open_in_catalogue(first: int, degree: int, inputs: PlannerInputs, wave: Wav
     return int(_open_group(first, degree, inputs, wave))
 
 
-@inlined
-def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> float:
-    """Return the free rank-seconds of group g, if as much of its ring is hidden as possible."""
-    degree, tokens, across = wave.degree[g], wave.loads.tokens[g], wave.across[g]
-    # A lower bound of the exposed ring, so that the tree never hides a group with room.
-    exposed = least_of_packs(1.0, tokens, 1.0, degree, across, inputs) if degree > 1 else 0.0
-    again = recomputation_seconds(tokens, degree, inputs.prices)
-    computed = degree * (target - inputs.prices.beta - exposed - again)
-    return float(computed - wave.loads.attention[g] - wave.loads.linear[g])
-
-
 @leaf
-def _update_room(i: int, g: int, target: float, pool: Pool, inputs: PlannerInputs, tree: Tree, wave: Wave) -> None:
-    """Update the free seconds and tokens of group g in the tree, as seen by sequence i and lighter ones."""
-    degree, held = wave.degree[g], wave.loads.tokens[g]
-    tokens = degree * inputs.tokens_per_rank - held
-    free = _free_seconds(g, target, inputs, wave)
-    again = recomputation_slope(held / degree, inputs.prices)
-    if degree > 1:
-        # A ring that outlasts its attention has no time for many tokens. Without this limit, the tree would offer it to
-        # all sequences.
-        traffic, growth = traffic_of(held, degree, wave.across[g], inputs)
-        seconds = degree * (target * (1.0 + _MARGIN) - inputs.prices.beta - traffic) - wave.loads.linear[g]
-        per_token = pool.thin[0] + degree * growth
-        if seconds < per_token * tokens:
-            tokens = int(np.ceil(max(0.0, seconds / per_token)))
-    if again > 0.0 and free > 0.0:
-        # Less the least recomputation of further tokens, for the same reason.
-        free *= (1.0 + _MARGIN) / (1.0 + again / pool.density[i])
-    set_room(tree, g, usable_seconds(free, tokens, pool.most, inputs), tokens)
-
-
-@leaf
-def _group_for(
-    i: int, target: float, pool: Pool, sequences: Sequences, inputs: PlannerInputs, tree: Tree, wave: Wave
-) -> int:
-    """Return the first group that can take sequence i and still end by target, or NONE."""
-    work, tokens = sequences.work[i], sequences.tokens[i]
-    g = first_with_room(tree, work - SLACK, tokens, 0)
-    while g != NONE:
-        # The tree is exact for single ranks without recomputation, and an upper bound otherwise.
-        if wave.degree[g] == 1 and inputs.prices.again[0, 0] == 0.0:
-            return g
-        pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs))
-        if pack_seconds(pack, wave.degree[g], wave.across[g], inputs) <= target + SLACK:
-            return g
-        if inputs.prices.again[0, 0] > 0.0:
-            _update_room(i, g, target, pool, inputs, tree, wave)
-        g = first_with_room(tree, work - SLACK, tokens, g + 1)
-    return NONE
-
-
-@leaf
-def _is_small(i: int, target: float, width: int, sequences: Sequences, inputs: PlannerInputs) -> bool:
-    """Return whether a single rank, or a group of `width` > 2 ranks, can run the sequence by the target."""
-    if sequences.tokens[i] <= inputs.tokens_per_rank:
-        again = recomputation_seconds(sequences.tokens[i], 1, inputs.prices)
-        if inputs.prices.beta + sequences.work[i] + again <= target + SLACK:
-            return True
-    if width <= 2 or sequences.tokens[i] > width * inputs.tokens_per_rank:
-        return False
-    return bool(alone_seconds(i, width, 0, sequences, inputs) <= target + SLACK)
-
-
-@leaf
-def place_rings(
-    target: float, width: int, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
-) -> Any:
-    """Start a wave: place rings for the sequences that need one (`_is_small`), as long as there are ranks.
-
-    Work is refused if enough ranks were left for its sequence, but no group of them ends by the target. It will cost a
-    later wave as much as it would have cost this one.
-
-    Returns:
-        The numbers of sequences in `pool.left_over` and `pool.small`, the number of ranks left, and the refused work.
-    """
-    wave.groups[0] = 0
-    free_all(inputs, wave.ranks)
-    ranks_left = inputs.num_ranks
-    rest, small = 0, 0
-    refused = 0.0
-    for k in range(count):
-        i = pool.waiting[k]
-        if _is_small(i, target, width, sequences, inputs):
-            pool.small[small] = i
-            small += 1
-            continue
-        if ranks_left < 2:
-            degree = 0
-        elif len(inputs.group_first):
-            degree = _place_in_catalogue(i, target, sequences, inputs, wave)
-        else:
-            degree = _place_ring(i, target, ranks_left, sequences, inputs, wave)
-        ranks_left -= degree
-        if degree == 0:
-            pool.left_over[rest] = i
-            rest += 1
-            if ranks_left * inputs.tokens_per_rank >= sequences.tokens[i] and (
-                ranks_left * (target - inputs.prices.beta) >= sequences.work[i]
-            ):
-                refused += sequences.work[i]
-    return rest, small, ranks_left, refused
+def _add(i: int, g: int, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> None:
+    """Add sequence i to the pack of group g."""
+    enter_load(g, together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs)), wave.loads)
+    wave.group_of[i] = g
 
 
 @leaf
@@ -288,152 +418,82 @@ def _group_free_ranks_of_catalogue(width: int, inputs: PlannerInputs, wave: Wave
 
 
 @leaf
-def outlook(target: float, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave) -> Any:
-    """Estimate the remainder of a wave, with small sequences as a fluid over all free ranks.
-
-    Return work, tokens and refused work, and the longest remaining sequence or -1.
-    """
-    rest, small, ranks_left, refused = place_rings(target, 1, count, pool, sequences, inputs, wave)
-    work, tokens = 0.0, 0
-    longest = pool.left_over[0] if rest else -1
-    for k in range(rest):
-        work += pool.least[pool.left_over[k]]
-        tokens += sequences.tokens[pool.left_over[k]]
-    seconds = ranks_left * (target - inputs.prices.beta)
-    room = ranks_left * inputs.tokens_per_rank
-    for g in range(wave.groups[0]):
-        degree = wave.degree[g]
-        free_tokens = degree * inputs.tokens_per_rank - wave.loads.tokens[g]
-        ring = inputs.prices.ring[1 if wave.across[g] else 0]
-        hidden = (1.0 - inputs.prices.exposed) * ring * (degree - 1) * wave.loads.tokens[g]
-        # If the ring outlasts its attention, every further token lengthens the pack, so it has no room.
-        if hidden < wave.loads.attention[g] or len(inputs.splits.heads):
-            seconds += _free_seconds(g, target, inputs, wave)
-            room += free_tokens
-    for k in range(small):
-        i = pool.small[k]
-        # Smaller ones may still fit after one that does not.
-        if sequences.work[i] <= seconds and sequences.tokens[i] <= room:
-            seconds -= sequences.work[i]
-            room -= sequences.tokens[i]
-        else:
-            work += pool.least[i]
-            tokens += sequences.tokens[i]
-            # By falling work, so the first that is left is the longest.
-            if longest < 0:
-                longest = i
-    return work, tokens, refused, longest
-
-
-@leaf
 def _fill_groups(
     target: float,
     rest: int,
     small: int,
     tree: Tree,
-    pool: Pool,
     sequences: Sequences,
     inputs: PlannerInputs,
     wave: Wave,
 ) -> int:
     """Pack the small sequences first-fit into all groups; return the number of sequences left over."""
     # Rings have the lowest numbers, so small sequences fill their room before that of single ranks.
+    pool = wave.pool
     if small == 0:
         return rest
     for g in range(wave.groups[0]):
-        _update_room(pool.small[0], g, target, pool, inputs, tree, wave)
+        _update_room(pool.small[0], g, target, inputs, tree, wave)
     for k in range(small):
         i = pool.small[k]
-        g = _group_for(i, target, pool, sequences, inputs, tree, wave)
+        g = _group_for(i, target, sequences, inputs, tree, wave)
         if g == NONE:
             pool.left_over[rest] = i
             rest += 1
         else:
             _add(i, g, sequences, inputs, wave)
-            _update_room(i, g, target, pool, inputs, tree, wave)
+            _update_room(i, g, target, inputs, tree, wave)
     return rest
 
 
-@kernel
-def fill_wave(
-    target: float, width: int, count: int, pool: Pool, sequences: Sequences, inputs: PlannerInputs, wave: Wave
-) -> int:
-    """Fill a wave from the waiting sequences: rings, then the others first-fit by falling work.
-
-    Args:
-        target: seconds by which all groups end.
-        width: degree of the groups on ranks that rings leave free; smaller if nodes are.
-        count: number of waiting sequences in the pool.
-
-    Returns:
-        The number of sequences left over, in `pool.left_over`.
-    """
-    width = min(width, inputs.ranks_per_node)
-    rest, small, _ranks_left, _refused = place_rings(target, width, count, pool, sequences, inputs, wave)
-    if len(inputs.group_first):
-        _group_free_ranks_of_catalogue(width, inputs, wave)
-    else:
-        _group_free_ranks(width, inputs, wave)
-    return _fill_groups(target, rest, small, make_tree(wave.groups[0]), pool, sequences, inputs, wave)
+@leaf
+def _group_for(i: int, target: float, sequences: Sequences, inputs: PlannerInputs, tree: Tree, wave: Wave) -> int:
+    """Return the first group that can take sequence i and still end by target, or NONE."""
+    work, tokens = sequences.work[i], sequences.tokens[i]
+    g = first_with_room(tree, work - SLACK, tokens, 0)
+    while g != NONE:
+        # The tree is exact for single ranks without recomputation, and an upper bound otherwise.
+        if wave.degree[g] == 1 and inputs.prices.again[0, 0] == 0.0:
+            return g
+        pack = together(load_at(g, wave.loads), padded_load(i, wave.degree[g], sequences, inputs))
+        if pack_seconds(pack, wave.degree[g], wave.across[g], inputs) <= target + SLACK:
+            return g
+        if inputs.prices.again[0, 0] > 0.0:
+            _update_room(i, g, target, inputs, tree, wave)
+        g = first_with_room(tree, work - SLACK, tokens, g + 1)
+    return NONE
 
 
 @leaf
-def wave_seconds(inputs: PlannerInputs, wave: Wave) -> float:
-    """Return the seconds of the wave: those of its slowest group, but at least the floor."""
-    slowest = inputs.floor
-    for g in range(wave.groups[0]):
-        if wave.loads.tokens[g]:
-            seconds = pack_seconds(load_at(g, wave.loads), wave.degree[g], wave.across[g], inputs)
-            slowest = max(slowest, seconds)
-    return slowest
+def _update_room(i: int, g: int, target: float, inputs: PlannerInputs, tree: Tree, wave: Wave) -> None:
+    """Update the free seconds and tokens of group g in the tree, as seen by sequence i and lighter ones."""
+    degree, held = wave.degree[g], wave.loads.tokens[g]
+    tokens = degree * inputs.tokens_per_rank - held
+    free = _free_seconds(g, target, inputs, wave)
+    again = recomputation_slope(held / degree, inputs.prices)
+    if degree > 1:
+        # A ring that outlasts its attention has no time for many tokens. Without this limit, the tree would offer it to
+        # all sequences.
+        traffic, growth = traffic_of(held, degree, wave.across[g], inputs)
+        seconds = degree * (target * (1.0 + _MARGIN) - inputs.prices.beta - traffic) - wave.loads.linear[g]
+        per_token = wave.pool.thin[0] + degree * growth
+        if seconds < per_token * tokens:
+            tokens = int(np.ceil(max(0.0, seconds / per_token)))
+    if again > 0.0 and free > 0.0:
+        # Less the least recomputation of further tokens, for the same reason.
+        free *= (1.0 + _MARGIN) / (1.0 + again / wave.pool.density[i])
+    set_room(tree, g, usable_seconds(free, tokens, wave.pool.most, inputs), tokens)
 
 
-# The free ranks of a wave, and the placement of groups on them.
-#
-# The free ranks of a node are contiguous, since groups take them from either end. Nodes are in linked lists by their
-# number of free ranks.
-
-# Seconds: sums that are equal on paper may differ in their last bits, which must not cost a rank or a wave.
-SLACK = 1e-12
-
-
-class FreeRanks(NamedTuple):
-    """The free ranks of each node.
-
-    Attributes:
-        free, start: [nodes] number of free ranks, and the first of them.
-        bucket: [ranks_per_node + 1] first node with each number of free ranks, or -1.
-        next_node, before_node: [nodes] doubly linked list of the nodes with equally many free ranks; -1 at the ends.
-        used: [num_ranks] 1 for a rank that has a group; only maintained if rings come from a catalogue.
-        used_before: [num_ranks + 1] prefix sums of `used`.
-        too_wide: [1] least degree for which no run of free ranks across nodes was found. Free ranks only become fewer
-            while a wave is filled, so wider groups need no search.
-    """
-
-    free: IntArray
-    start: IntArray
-    bucket: IntArray
-    next_node: IntArray
-    before_node: IntArray
-    used: IntArray
-    used_before: IntArray
-    too_wide: IntArray
-
-
-@kernel
-def make_free_ranks(inputs: PlannerInputs) -> Any:
-    """Allocate the arrays; `free_all` initializes them."""
-    nodes = (inputs.num_ranks + inputs.ranks_per_node - 1) // inputs.ranks_per_node
-    return FreeRanks(
-        np.zeros(nodes, dtype=np.int64),
-        np.zeros(nodes, dtype=np.int64),
-        np.zeros(inputs.ranks_per_node + 1, dtype=np.int64),
-        np.zeros(nodes, dtype=np.int64),
-        np.zeros(nodes, dtype=np.int64),
-        np.zeros(inputs.num_ranks, dtype=np.int64),
-        np.zeros(inputs.num_ranks + 1, dtype=np.int64),
-        np.zeros(1, dtype=np.int64),
-    )
+@inlined
+def _free_seconds(g: int, target: float, inputs: PlannerInputs, wave: Wave) -> float:
+    """Return the free rank-seconds of group g, if as much of its ring is hidden as possible."""
+    degree, tokens, across = wave.degree[g], wave.loads.tokens[g], wave.across[g]
+    # A lower bound of the exposed ring, so that the tree never hides a group with room.
+    exposed = least_of_packs(1.0, tokens, 1.0, degree, across, inputs) if degree > 1 else 0.0
+    again = recomputation_seconds(tokens, degree, inputs.prices)
+    computed = degree * (target - inputs.prices.beta - exposed - again)
+    return float(computed - wave.loads.attention[g] - wave.loads.linear[g])
 
 
 @leaf
@@ -447,16 +507,6 @@ def free_all(inputs: PlannerInputs, ranks: FreeRanks) -> None:
         ranks.start[node] = node * inputs.ranks_per_node
         ranks.free[node] = min(inputs.ranks_per_node, inputs.num_ranks - node * inputs.ranks_per_node)
         _list_by_free_ranks(node, ranks)
-
-
-@inlined
-def _list_by_free_ranks(node: int, ranks: FreeRanks) -> None:
-    """Insert a node at the head of the list for its number of free ranks."""
-    after = ranks.bucket[ranks.free[node]]
-    ranks.next_node[node], ranks.before_node[node] = after, -1
-    if after >= 0:
-        ranks.before_node[after] = node
-    ranks.bucket[ranks.free[node]] = node
 
 
 @leaf
@@ -536,6 +586,16 @@ def take(first: int, degree: int, inputs: PlannerInputs, ranks: FreeRanks) -> No
         first += taken
 
 
+@inlined
+def _list_by_free_ranks(node: int, ranks: FreeRanks) -> None:
+    """Insert a node at the head of the list for its number of free ranks."""
+    after = ranks.bucket[ranks.free[node]]
+    ranks.next_node[node], ranks.before_node[node] = after, -1
+    if after >= 0:
+        ranks.before_node[after] = node
+    ranks.bucket[ranks.free[node]] = node
+
+
 @leaf
 def _unlist(node: int, ranks: FreeRanks) -> None:
     """Remove a node from its list."""
@@ -588,54 +648,3 @@ def _free_beside(first: int, stop: int, low: int, high: int, used: IntArray) -> 
     while after < high and used[after] == 0:
         after += 1
     return first - before, after - stop
-
-
-# The pool of sequences of a step that no wave has taken yet.
-
-
-class Pool(NamedTuple):
-    """Sequences that a wave may take or has left, and precomputed values; arrays are [sequences] if not stated.
-
-    Attributes:
-        waiting: the first `count` entries are still to be planned, by falling work.
-        left_over: sequences left by the wave filled last: long ones, then others, each by falling work.
-        small: sequences that need no ring; scratch space of a wave.
-        kept: sequences left by the best wave so far.
-        shortest: seconds of each sequence alone on its best degree; 0 until computed.
-        least: rank-seconds of each sequence in the narrowest ring that holds it; see `work_in_rings`.
-        most: [tokens] see `room_tree.most_work`.
-        thin: [1] least linear seconds per token of any sequence.
-        density: largest work per token of this or any lighter sequence.
-    """
-
-    waiting: IntArray
-    left_over: IntArray
-    small: IntArray
-    kept: IntArray
-    shortest: FloatArray
-    least: FloatArray
-    most: FloatArray
-    thin: FloatArray
-    density: FloatArray
-
-
-@kernel
-def make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Make a pool in which all sequences wait."""
-    n, thin = len(sequences.work), np.full(1, np.inf)
-    density = np.zeros(n)
-    # A running maximum from the lightest on.
-    for i in range(n - 1, -1, -1):
-        thin[0] = min(thin[0], sequences.linear[i] / sequences.tokens[i])
-        density[i] = max(sequences.work[i] / sequences.tokens[i], density[i + 1] if i + 1 < n else 0.0)
-    return Pool(
-        np.arange(n),
-        np.zeros(n, dtype=np.int64),
-        np.zeros(n, dtype=np.int64),
-        np.zeros(n, dtype=np.int64),
-        np.zeros(n),
-        work_in_rings(np.inf, sequences, inputs),
-        most_work(sequences, inputs),
-        thin,
-        density,
-    )

@@ -1,4 +1,8 @@
-"""Lower bounds of waves from the heaviest sequences taken together, a crowd; notation as in `certificate`."""
+"""Lower bounds of waves from their heaviest sequences; notation as in `certificate`.
+
+`waves_bound` takes them together, as a crowd: either some wave holds all of them, or at least two waves hold some.
+`dealt_bound` takes the least over all ways to deal a few of them to waves.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fcp_cli.planning.compiled.certificate import (
+    Densities,
     alone_at_best,
     at_best,
     densities,
@@ -23,17 +28,103 @@ from fcp_cli.planning.compiled.core import (
     PlannerInputs,
     Sequences,
     falling_order,
+    least_degree,
     pack_seconds,
     sequence_load,
     together,
     total_of,
 )
-from fcp_cli.util.arrays import FloatArray, IntArray
+from fcp_cli.util.arrays import FloatArray
 from fcp_cli.util.compiling import inlined, kernel
 
 _NARROWINGS = 4  # bisection steps for the largest refuted makespan
 _GRID = 1.003  # ratio of consecutive wave durations tried; the bound loses no more than this
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
+_DEALT = (2, 3, 6, 8)  # numbers of sequences dealt in all ways: at most 2^8 waves, and 3^8 (wave, sub-wave) pairs
+_TRIED = 1 << 21  # largest effort for which a small step is dealt whole; some milliseconds
+_DURATION_GRID = 1.004  # ratio of consecutive wave durations tried; the bound loses no more than this
+_LONGER, _STRETCH = 6, 1.06  # durations added beyond the one at which all dealt sequences have their least areas
+# (k, share): the price of a token is the density at which the densest of sequences k, k + 1, ... fill that share of a
+# wave.
+_FILLS = ((2, 0.1), (2, 0.5), (8, 0.25), (8, 0.5))
+
+
+@kernel
+def waves_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return the larger of `wave_bound` and `crowd_bound`, both with the cost of rings; `at_least` if that is higher.
+
+    In a schedule that ends before B, no wave outlasts B - `other_waves`, so each sequence has a ring wide enough to end
+    by then. If the bounds with that ring work are B or more, no such schedule exists. Both bounds fall with B, so the
+    largest such B lies between the bound without a limit on waves and the bound with that bound as the limit.
+    """
+    others = other_waves(sequences, inputs)
+    refuted = _bound_of_waves(np.inf, at_least, sequences, inputs)
+    # With Ulysses sets no ring is certain (`work_in_rings`), so a limit changes nothing.
+    high = refuted if len(inputs.splits.heads) else _bound_of_waves(refuted - others, refuted, sequences, inputs)
+    makespan = high
+    # Try the upper end first: it is often refuted, which ends the loop. Then bisect.
+    for _narrowing in range(_NARROWINGS):
+        if high <= refuted * (1.0 + _MARGIN):
+            break
+        if _bound_of_waves(makespan - others, 0.0, sequences, inputs) >= makespan:
+            refuted = makespan
+        else:
+            high = makespan
+        makespan = 0.5 * (refuted + high)
+    return float(refuted)
+
+
+@kernel
+def _bound_of_waves(longest_wave: float, at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
+    # Still sorted by plain work: the bounds hold for any crowd and any sequence, so the order need not be exact.
+    ringed = Sequences(
+        sequences.attention, sequences.linear, work_in_rings(longest_wave, sequences, inputs), sequences.tokens
+    )
+    return float(crowd_bound(max(at_least, wave_bound(ringed, inputs)), ringed, inputs))
+
+
+@kernel
+def crowd_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return a lower bound of the makespan under waves, from the heaviest sequences; `at_least` if that is higher.
+
+    Take the `count` heaviest sequences. Either at least two waves hold some of them: then one lasts at least as long as
+    the heaviest sequence, another as the least member. Or one wave holds them all: then it lasts some tau, at least as
+    long as the heaviest sequence, does at most `_most_done` work, which grows with tau, and other waves do the rest.
+    tau is covered by the intervals of a grid. In each, the wave lasts at least the lower end and does at most the work
+    that the upper end allows. Every count gives a bound; powers of two are tried.
+    """
+    n = len(sequences.work)
+    total, tokens = total_of(sequences.work), total_of(sequences.tokens)
+    more_waves = (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank)
+    density = densities(sequences)
+    # Sequence 0 is in every crowd, so one of its waves lasts at least this long.
+    longest = np.inf
+    for degree in range(least_degree(0, sequences, inputs), inputs.num_ranks + 1):
+        longest = min(longest, alone_at_best(0, degree, sequences, inputs))
+    best, count = at_least, 2
+    while count <= n:
+        crowd = _make_crowd(count, density, sequences, inputs)
+        count *= 2
+        shortest = np.inf
+        for degree in range(1, inputs.num_ranks + 1):
+            shortest = min(shortest, _least_member(degree, crowd, inputs))
+        # The case of two waves, which leaves one further wave less.
+        bound = longest + shortest + inputs.prices.beta * max(0, more_waves - 1)
+        if bound <= best:
+            break  # a larger crowd has a smaller least member
+        makespan = longest
+        # The case of one wave, until it is as long as two and cannot lower the minimum.
+        while bound > best and makespan + inputs.prices.beta * more_waves < bound:
+            step_end = makespan * _GRID
+            done = _most_done(step_end, crowd, inputs)
+            if done >= 0.0:
+                rest = total - done
+                # Remaining work takes a wave, even if all tokens would fit into this one.
+                waves = max(more_waves, 1 if rest > _MARGIN * total else 0)
+                bound = min(bound, makespan + inputs.prices.beta * waves + max(0.0, rest) / inputs.num_ranks)
+            makespan = step_end
+        best = max(best, bound * (1.0 - _MARGIN))
+    return float(best)
 
 
 class Crowd(NamedTuple):
@@ -59,12 +150,12 @@ class Crowd(NamedTuple):
 
 
 @kernel
-def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequences, inputs: PlannerInputs) -> Any:
+def _make_crowd(count: int, density: Densities, sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Make the crowd of the `count` heaviest sequences."""
-    others = len(by_density) - count
+    others = len(sequences.work) - count
     held_tokens, held_work = np.zeros(others + 1), np.zeros(others + 1)
     k = 0
-    for i in by_density:
+    for i in density.falling:
         # Positions are by falling work, so the crowd is 0 to count - 1.
         if i >= count:
             held_tokens[k + 1] = held_tokens[k] + sequences.tokens[i]
@@ -79,7 +170,7 @@ def _make_crowd(count: int, by_density: IntArray, thin: float, sequences: Sequen
         held_work[1] / held_tokens[1] if others else 0.0,
         held_tokens,
         held_work,
-        thin,
+        density.thin,
     )
 
 
@@ -172,98 +263,6 @@ def _most_tokens(degree: int, makespan: float, thin: float, inputs: PlannerInput
 
 
 @kernel
-def crowd_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return a lower bound of the makespan under waves, from the heaviest sequences; `at_least` if that is higher.
-
-    Take the `count` heaviest sequences. Either at least two waves hold some of them: then one lasts at least as long as
-    the heaviest sequence, another as the least member. Or one wave holds them all: then it lasts some tau, at least as
-    long as the heaviest sequence, does at most `_most_done` work, which grows with tau, and other waves do the rest.
-    tau is covered by the intervals of a grid. In each, the wave lasts at least the lower end and does at most the work
-    that the upper end allows. Every count gives a bound; powers of two are tried.
-    """
-    n = len(sequences.work)
-    total, tokens = total_of(sequences.work), total_of(sequences.tokens)
-    more_waves = (tokens - 1) // (inputs.num_ranks * inputs.tokens_per_rank)
-    density, thin = densities(sequences)
-    by_density = falling_order(density)
-    # Sequence 0 is in every crowd, so one of its waves lasts at least this long.
-    longest = np.inf
-    for degree in range(
-        (sequences.tokens[0] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank, inputs.num_ranks + 1
-    ):
-        longest = min(longest, alone_at_best(0, degree, sequences, inputs))
-    best, count = at_least, 2
-    while count <= n:
-        crowd = _make_crowd(count, by_density, thin, sequences, inputs)
-        count *= 2
-        shortest = np.inf
-        for degree in range(1, inputs.num_ranks + 1):
-            shortest = min(shortest, _least_member(degree, crowd, inputs))
-        # The case of two waves, which leaves one further wave less.
-        bound = longest + shortest + inputs.prices.beta * max(0, more_waves - 1)
-        if bound <= best:
-            break  # a larger crowd has a smaller least member
-        makespan = longest
-        # The case of one wave, until it is as long as two and cannot lower the minimum.
-        while bound > best and makespan + inputs.prices.beta * more_waves < bound:
-            step_end = makespan * _GRID
-            done = _most_done(step_end, crowd, inputs)
-            if done >= 0.0:
-                rest = total - done
-                # Remaining work takes a wave, even if all tokens would fit into this one.
-                waves = max(more_waves, 1 if rest > _MARGIN * total else 0)
-                bound = min(bound, makespan + inputs.prices.beta * waves + max(0.0, rest) / inputs.num_ranks)
-            makespan = step_end
-        best = max(best, bound * (1.0 - _MARGIN))
-    return float(best)
-
-
-@kernel
-def waves_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the larger of `wave_bound` and `crowd_bound`, both with the cost of rings; `at_least` if that is higher.
-
-    In a schedule that ends before B, no wave outlasts B - `other_waves`, so each sequence has a ring wide enough to end
-    by then. If the bounds with that ring work are B or more, no such schedule exists. Both bounds fall with B, so the
-    largest such B lies between the bound without a limit on waves and the bound with that bound as the limit.
-    """
-    others = other_waves(sequences, inputs)
-    refuted = _bound_of_waves(np.inf, at_least, sequences, inputs)
-    # With Ulysses sets no ring is certain (`work_in_rings`), so a limit changes nothing.
-    high = refuted if len(inputs.splits.heads) else _bound_of_waves(refuted - others, refuted, sequences, inputs)
-    makespan = high
-    # Try the upper end first: it is often refuted, which ends the loop. Then bisect.
-    for _narrowing in range(_NARROWINGS):
-        if high <= refuted * (1.0 + _MARGIN):
-            break
-        if _bound_of_waves(makespan - others, 0.0, sequences, inputs) >= makespan:
-            refuted = makespan
-        else:
-            high = makespan
-        makespan = 0.5 * (refuted + high)
-    return float(refuted)
-
-
-@kernel
-def _bound_of_waves(longest_wave: float, at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    # Still sorted by plain work: the bounds hold for any crowd and any sequence, so the order need not be exact.
-    ringed = Sequences(
-        sequences.attention, sequences.linear, work_in_rings(longest_wave, sequences, inputs), sequences.tokens
-    )
-    return float(crowd_bound(max(at_least, wave_bound(ringed, inputs)), ringed, inputs))
-
-
-# Lower bound of waves over all ways to deal the heaviest sequences to waves; notation as in `certificate`.
-
-_DEALT = (2, 3, 6, 8)  # numbers of sequences dealt in all ways: at most 2^8 waves, and 3^8 (wave, sub-wave) pairs
-_TRIED = 1 << 21  # largest effort for which a small step is dealt whole; some milliseconds
-_DURATION_GRID = 1.004  # ratio of consecutive wave durations tried; the bound loses no more than this
-_LONGER, _STRETCH = 6, 1.06  # durations added beyond the one at which all dealt sequences have their least areas
-# (k, share): the price of a token is the density at which the densest of sequences k, k + 1, ... fill that share of a
-# wave.
-_FILLS = ((2, 0.1), (2, 0.5), (8, 0.25), (8, 0.5))
-
-
-@kernel
 def dealt_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the larger of `at_least` and the bound of waves over all ways to deal the heaviest sequences.
 
@@ -275,38 +274,6 @@ def dealt_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) ->
     else:
         bound = dealt_with_others(sequences, inputs)
     return float(max(at_least, bound))
-
-
-@kernel
-def dealt_with_others(sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return a lower bound of the makespan under waves, over all ways to deal the heaviest sequences.
-
-    The waves that hold dealt sequences partition them. Each part adds a least number of seconds to the makespan,
-    whatever other sequences run in its wave (`_waves_with_others`); the least sum over all partitions is the bound. Any
-    number of dealt sequences, and any price of a token of the others, gives a valid bound.
-    """
-    n, room = len(sequences.work), inputs.num_ranks * inputs.tokens_per_rank
-    fixed = inputs.prices.beta * ((total_of(sequences.tokens) + room - 1) // room)
-    ringed = work_in_rings(np.inf, sequences, inputs)
-    tables = _wave_tables(min(n, _DEALT[-1]), sequences, inputs)
-    density = ringed / sequences.tokens
-    by_density = falling_order(density)
-    best = 0.0
-    for first, fill in _FILLS:
-        price, taken = 0.0, 0.0
-        for i in by_density:
-            if i >= first and taken < fill * room:
-                taken += sequences.tokens[i]
-                price = density[i]
-        # One table for all counts, which share the first sequences.
-        idle, alone = _with_price(price, tables, inputs)
-        for dealt in _DEALT:
-            count, cheap = min(dealt, n), 0.0
-            for i in range(count, n):
-                cheap += min(ringed[i], price * sequences.tokens[i])
-            parts = _waves_with_others(count, price, tables, idle, alone, sequences, inputs)
-            best = max(best, fixed + cheap / inputs.num_ranks + least_partition(parts))
-    return float(best * (1.0 - _MARGIN))
 
 
 @kernel
@@ -358,6 +325,38 @@ def whole_waves(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
     return np.ascontiguousarray(waves[:, ranks])
 
 
+@kernel
+def dealt_with_others(sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return a lower bound of the makespan under waves, over all ways to deal the heaviest sequences.
+
+    The waves that hold dealt sequences partition them. Each part adds a least number of seconds to the makespan,
+    whatever other sequences run in its wave (`_waves_with_others`); the least sum over all partitions is the bound. Any
+    number of dealt sequences, and any price of a token of the others, gives a valid bound.
+    """
+    n, room = len(sequences.work), inputs.num_ranks * inputs.tokens_per_rank
+    fixed = inputs.prices.beta * ((total_of(sequences.tokens) + room - 1) // room)
+    ringed = work_in_rings(np.inf, sequences, inputs)
+    tables = _wave_tables(min(n, _DEALT[-1]), sequences, inputs)
+    density = ringed / sequences.tokens
+    by_density = falling_order(density)
+    best = 0.0
+    for first, fill in _FILLS:
+        price, taken = 0.0, 0.0
+        for i in by_density:
+            if i >= first and taken < fill * room:
+                taken += sequences.tokens[i]
+                price = density[i]
+        # One table for all counts, which share the first sequences.
+        priced = _with_price(price, tables, inputs)
+        for dealt in _DEALT:
+            count, cheap = min(dealt, n), 0.0
+            for i in range(count, n):
+                cheap += min(ringed[i], price * sequences.tokens[i])
+            parts = _waves_with_others(count, tables, priced, sequences, inputs)
+            best = max(best, fixed + cheap / inputs.num_ranks + least_partition(parts))
+    return float(best * (1.0 - _MARGIN))
+
+
 class WaveTables(NamedTuple):
     """Durations of a wave at which the least area of some dealt sequence changes.
 
@@ -383,8 +382,7 @@ def _wave_tables(count: int, sequences: Sequences, inputs: PlannerInputs) -> Any
     ends = np.full((count, inputs.num_ranks + 1), np.inf)
     areas = np.full((count, inputs.num_ranks + 1), np.inf)
     for i in range(count):
-        lowest = (sequences.tokens[i] + inputs.tokens_per_rank - 1) // inputs.tokens_per_rank
-        for degree in range(max(1, lowest), inputs.num_ranks + 1):
+        for degree in range(least_degree(i, sequences, inputs), inputs.num_ranks + 1):
             ends[i, degree] = alone_at_best(i, degree, sequences, inputs)
             areas[i, degree] = _area_on(i, degree, outlasting, sequences, inputs)
     most = ends.size + _LONGER
@@ -423,13 +421,26 @@ def _area_on(i: int, degree: int, outlasting: float, sequences: Sequences, input
     return float(least)
 
 
+class PricedTokens(NamedTuple):
+    """Waits in a wave, if every token of the other sequences has the same price.
+
+    m is the time that a rank without dealt sequences waits for the end of the wave; it is negative if the wave ends
+    before its budget is used. m+ = max(0, m). A pack of d ranks saves the wave d m+.
+
+    Attributes:
+        price: most seconds of work per token of the others.
+        idle: [durations + 1] m.
+        alone: [dealt, durations, 2] least A - d m+ of each sequence, at m and at the next m.
+    """
+
+    price: float
+    idle: FloatArray
+    alone: FloatArray
+
+
 @kernel
 def _with_price(price: float, tables: WaveTables, inputs: PlannerInputs) -> Any:
-    """Return [durations + 1] m, and [dealt, durations, 2] the least A - d m+ of each sequence, at m and at the next m.
-
-    m is the time that a rank without dealt sequences waits for the end of the wave, if its tokens have the given price;
-    it is negative if the wave ends before its budget is used. m+ = max(0, m). A pack of d ranks saves the wave d m+.
-    """
+    """Return the waits at this price of a token."""
     seconds, ends = tables.seconds, tables.ends
     idle = np.full(len(seconds) + 1, np.inf)
     for k in range(len(seconds)):
@@ -444,18 +455,12 @@ def _with_price(price: float, tables: WaveTables, inputs: PlannerInputs) -> Any:
                     # A duration stands for the interval up to the next, so all that end before that may be in time.
                     if k + 1 == len(seconds) or ends[i, degree] < seconds[k + 1]:
                         alone[i, k, side] = min(alone[i, k, side], tables.areas[i, degree] - degree * waits)
-    return idle, alone
+    return PricedTokens(price, idle, alone)
 
 
 @kernel
 def _waves_with_others(
-    count: int,
-    price: float,
-    tables: WaveTables,
-    idle: FloatArray,
-    alone: FloatArray,
-    sequences: Sequences,
-    inputs: PlannerInputs,
+    count: int, tables: WaveTables, priced: PricedTokens, sequences: Sequences, inputs: PlannerInputs
 ) -> FloatArray:
     """Return [2^count] the least seconds that a wave with each mask's sequences adds to the makespan, without beta.
 
@@ -468,6 +473,7 @@ def _waves_with_others(
     so its minimum up to the next duration is at either end.
     """
     ranks, last = inputs.num_ranks, len(tables.seconds) - 1
+    price, idle, alone = priced.price, priced.idle, priced.alone
     adds, tokens = np.full(1 << count, np.inf), np.zeros(1 << count)
     held, kept = np.zeros((1 << count, last + 1)), np.zeros((1 << count, last + 1, 2))
     for mask in range(1, 1 << count):

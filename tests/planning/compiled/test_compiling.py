@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fcp_cli.util import compiling as compiling
+from fcp_cli.util import compiling
 from fcp_cli.util.compiling import is_kept, kernel, package_stamp, timed_loading
 from tests.patience import PATIENCE_SECONDS
 
@@ -97,7 +97,7 @@ def test_machine_code_is_for_every_processor_of_the_architecture(
 ) -> None:
     made = doubling(tmp_path, monkeypatch)
     made(4)
-    ((_signature, (_triple, processor, features), _code),) = made._cache._cache_file._load_index()
+    ((_signature, (_triple, processor, features), _code),) = made._cache._cache_file.local._load_index()
     assert (processor, features) == (os.environ.get("NUMBA_CPU_NAME", "generic"), "")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.compiled.single_rank_packs import make_tree, set_room
+from fcp_cli.planning.compiled.room_tree import make_tree, set_room
 from fcp_cli.util.arrays import IntArray
 from tests.planning.examples import example_problem, first_step, one_batch, table_of
 

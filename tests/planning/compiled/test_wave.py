@@ -29,21 +29,23 @@ def test_a_group_with_room_is_never_hidden_by_the_recomputation_of_further_token
     problem = resolve_problem(request, Assumptions())[0]
     _order, sequences = by_falling_work(batch_of(long_tail(400), problem).work)
     inputs = planner_inputs(problem)
-    targets, _pairs, (found, groups, _left) = waves.plan(np.inf, 24, 16, True, sequences, inputs)
+    _step_seconds, found = waves.plan(np.inf, waves.Effort(tries=24, fills=16), True, sequences, inputs)
     wave_of, levels = found.wave[found.group_of], problem.profile.recompute_levels
     later, recomputing = 0, 0
-    for group in range(groups):
+    for group in range(len(found.wave)):
         wave, first, degree = (int(one[group]) for one in (found.wave, found.first, found.degree))
         members = np.flatnonzero(found.group_of == group)
         held = int(sequences.tokens[members].sum())
         recomputing += held > degree * levels[0].tokens
         alone = _seconds(np.arange(len(sequences.tokens)), np.zeros(0, dtype=np.int64), 0, 1, problem, sequences)
-        fits = (sequences.tokens <= inputs.tokens_per_rank) & (alone <= targets[wave])  # others need rings of their own
+        fits = (sequences.tokens <= inputs.tokens_per_rank) & (
+            alone <= found.targets[wave]
+        )  # others need rings of their own
         waiting = np.flatnonzero((wave_of > wave) & fits)
         later += len(waiting)
         with_it = _seconds(waiting, members, first, degree, problem, sequences)
         has_tokens = held + sequences.tokens[waiting] <= degree * inputs.tokens_per_rank
-        assert not np.any(has_tokens & (with_it <= targets[wave]))
+        assert not np.any(has_tokens & (with_it <= found.targets[wave]))
     assert later > 100 and recomputing > 4
 
 
