@@ -61,7 +61,7 @@ def test_a_node_of_another_job_is_refused_and_counts_for_none() -> None:
     port = unused_port()
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(node(0, port, seconds=5.0).next_rendezvous)
-        with pytest.raises(RendezvousError, match="another job holds .* --master-port"):
+        with pytest.raises(RendezvousError, match=r"another job holds .* --master-port"):
             node(1, port, job="two").next_rendezvous()
         with pytest.raises(RendezvousTimeoutError, match=r"nodes \[1\]"):
             waiting.result()
