@@ -125,7 +125,7 @@ TARGETS_STAMP := $(TARGETS_VENV)/.installed
 $(TARGETS_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(TARGETS_VENV)
 	$(TARGETS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(TARGETS_VENV)/bin/python -m pip install --quiet --editable . --group dev kubeflow-trainer-api skypilot dstack ray
+	$(TARGETS_VENV)/bin/python -m pip install --quiet --editable . --group dev kubeflow-trainer-api skypilot ray
 	touch $(TARGETS_STAMP)
 
 test-targets: $(TARGETS_STAMP)

@@ -87,7 +87,7 @@ def write(path: Path, balance: EncoderBalance | None) -> float:
         encoder_balance=balance,
     )
     settings = BatchSettings(global_batch_size=SEQUENCES, shuffle=False)
-    make_plan(path, PlanInputs(table=table, problem=problem, settings=settings), solver_name="fcp")
+    make_plan(path, PlanInputs(table=table, problem=problem, settings=settings))
     return float(np.mean([step.makespan_seconds for step in PlanReader(path).steps()]))
 
 

@@ -235,7 +235,7 @@ def _replacements(job: FakeJob) -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = [
         (sharding, "init_device_mesh", mesh_of_numbers),
         # The host reads messages between ranks.
-        (trainer, "tell_all", lambda world, **_: (False, False)),
+        (trainer, "reduce_flags", lambda world, **_: (False, False)),
         # One rank stands for all, so that there is nobody whose data could differ.
         (Guards, "same_data", lambda *_: None),
         # Fake parameters cannot be swapped, and are where they should be.

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=50, help="medians are of so many")
     repeat = parser.parse_args().repeat
     torch.set_num_threads(1)
-    guards = Guards(NobodyElse(8), GradientSync(), model=GradientSync(), on_nan="stop", watch=LossWatch(Clock()))
+    guards = Guards(NobodyElse(8), GradientSync(), model=GradientSync(), on_nan="stop", losses=LossWatch(Clock()))
     shard, device = _shard(), torch.device("cpu")
     weight = torch.ones((), requires_grad=True)
 
@@ -54,7 +54,7 @@ def main() -> None:
         ring = Ring(shard.layout)
         ring.context.place = guards.place(3, shard.row)
         microbatch = LocalMicroBatch(shard, ring, device, is_last=True, guards=guards, denominator=7)
-        guards.look()
+        guards.poll_losses()
         torch.autograd.backward(microbatch.normalised(weight * 2.0))
         microbatch.require_backward()
 

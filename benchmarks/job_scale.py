@@ -63,7 +63,7 @@ def _make(plan: Path, options: argparse.Namespace) -> None:
     table = family_table(options.family, sequences=batch * options.steps, seed=0)
     problem = problem_of(options.sync, ranks=options.ranks, per_node=8, budget=16_384)
     settings = BatchSettings(global_batch_size=batch, shuffle=False, max_length=MAX_LENGTH, overlong="drop")
-    make_plan(plan, PlanInputs(table=table, problem=problem, settings=settings), solver_name="fcp", workers=1)
+    make_plan(plan, PlanInputs(table=table, problem=problem, settings=settings), workers=1)
 
 
 def _file(plan: Path, steps: int) -> None:

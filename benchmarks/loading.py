@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 from fcp_cli.util.processes import torchrun_argv
@@ -135,6 +136,7 @@ def measure_saves(folder: Path, model: Any) -> dict[str, dict[str, float]]:
     import torch.distributed as dist
 
     from fcp_cli.runs.checkpoints import CheckpointHeader
+    from fcp_cli.runtime.transport import ProcessWorld
     from fcp_cli.training.checkpoint import CheckpointSaver, TrainState
     from fcp_cli.training.sharding import Shares
 
@@ -151,8 +153,9 @@ def measure_saves(folder: Path, model: Any) -> dict[str, dict[str, float]]:
         shares=Shares(index=rank, count=count),
     )
     measured = {}
-    background = CheckpointSaver(folder, rank=rank, barrier=dist.barrier, keep=1, in_background=True)
-    waiting = CheckpointSaver(folder, rank=rank, barrier=dist.barrier, keep=1, in_background=False)
+    session: Any = SimpleNamespace(rank=rank, world=ProcessWorld())
+    background = CheckpointSaver(folder, session, keep=1, in_background=True)
+    waiting = CheckpointSaver(folder, session, keep=1, in_background=False)
     ways = (
         ("in the background, first", background),
         ("in the background, later", background),

@@ -186,8 +186,8 @@ def hedges(ranks: int, *, draws: int, seeds: int) -> None:
     slow = Bandwidth(**{f.name: getattr(b, f.name) / 1.2 for f in fields(Bandwidth)})
     ways = {
         "as planned": (16_384, profile),
-        "headroom 0.25": (12_288, profile),
-        "headroom 0.5": (8_192, profile),
+        "3/4 of the token budget": (12_288, profile),
+        "half the token budget": (8_192, profile),
         "rings 20 % slower": (16_384, replace(profile, bandwidth=slow)),
         "attention 10 % slower": (
             16_384,

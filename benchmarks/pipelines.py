@@ -21,8 +21,8 @@ from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings import pipeline_of
 from fcp_cli.planning.solvers import make_solver
 
 NAMES = ("fcp", "waves", "fcp-paper", "bytescale", "megatron-dynamic-cp", "static")

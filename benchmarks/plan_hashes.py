@@ -34,8 +34,8 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.online import StreamPlanner, stream_batching, stream_metadata
+from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings import pipeline_of
 from fcp_cli.planning.solvers import make_solver, solver_names, works_under
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")

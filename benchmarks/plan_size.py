@@ -25,7 +25,8 @@ from benchmarks.workloads import example_profile
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import BatchSettings
-from fcp_cli.planning.make_plan import is_begun, make_plan
+from fcp_cli.planning.journal import is_begun
+from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.runtime.cursor import PlanCursor
@@ -91,7 +92,6 @@ def _plan(manifest: Path, options: argparse.Namespace) -> None:
     result = make_plan(
         plan,
         inputs,
-        solver_name="fcp",
         workers=options.workers,
         resume=is_begun(plan),
         on_step=_Progress(),

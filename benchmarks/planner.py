@@ -342,6 +342,7 @@ def _scaled(family: str, sequences: int, seed: int, factor: float) -> FloatArray
 def stream(options: argparse.Namespace) -> None:
     """A plan of many sequences from manifest to file: wall time, memory, size."""
     from fcp_cli.planning.make_plan import make_plan
+    from fcp_cli.planning.options import PlanRequest
     from fcp_cli.planning.settings import PlanInputs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -355,8 +356,8 @@ def stream(options: argparse.Namespace) -> None:
                 table=real_table(manifest),
                 problem=problem_of(options.sync, ranks=64, per_node=8, budget=options.budget),
                 settings=BatchSettings(global_batch_size=512),
+                request=PlanRequest(solver=options.solver),
             ),
-            solver_name=options.solver,
             workers=options.workers,
         )
         seconds = time.perf_counter() - started

@@ -7,21 +7,20 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import MISSING, field, make_dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, cast, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fcp_cli.cli.config import refuse_untrusted, replacement
+from fcp_cli.cli.config import refuse_untrusted
 from fcp_cli.errors import FcpError, Interrupted, UsageError
 from fcp_cli.util.console import verbosity
 from fcp_cli.util.options import Opt, Option, build, options_of, read_value
-from fcp_cli.util.words import nearest
 
 if TYPE_CHECKING:
     from fcp_cli.util.plugins import Registry
@@ -60,10 +59,8 @@ def takes(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]
             try:
                 found: Any = build(kind, values, given=given, typed=typed)
                 function(**vars(found)) if kind.__name__ == _MADE else function(found)
-            except FcpError as error:  # if it starts with an option, append the origin of the value
-                flag = str(error).partition(" is ")[0]
-                assumptions = (_origin(context, option.name) for option in options if option.flag == flag)
-                error.args = (f"{error}{next(assumptions, '')}",)
+            except FcpError as error:
+                error.args = (f"{error}{_origin(context, _option_in(str(error), context))}",)
                 raise
 
         command.__dict__ |= {"__signature__": signature, "options": options, "examples": "\n".join(examples)}
@@ -113,7 +110,7 @@ def _parameter(option: Option) -> inspect.Parameter:
         settings["autocompletion"] = _completion(option)
     if option.commas or option.choices or option.type in (int, float):
         # Parsed by fcp: typer's messages omit the value.
-        settings["parser"] = _parser(option)
+        settings["parser"] = partial(read_value, option)
     if isinstance(mark, Opt):
         switch = f"/--no-{option.flag[2:]}" if mark.negatable else ""
         flags = mark.flags or (option.flag + switch,)
@@ -133,20 +130,11 @@ def _completion(option: Option) -> Callable[[str], list[str]]:
     return complete
 
 
-def _parser(option: Option) -> Callable[[Any], Any]:
-    def parse(value: Any) -> Any:
-        try:
-            return read_value(option, value)
-        except UsageError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    return parse
-
-
 class _Help:
-    """Mixin for typer's command classes that formats the help.
+    """Mixin for typer's command classes that formats the help and errors.
 
-    --help shows the common options in one list, --help-all every option under the heading of its group.
+    --help shows the common options in one list, --help-all every option under the heading of its group. A usage error
+    is one line, in click's words or those of `read_value`.
     """
 
     params: list[Any]
@@ -173,6 +161,10 @@ class _Help:
                 "callback": _show_everything,
             }
         return [*params, self._help_all]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _one_line_errors(ctx):
+            return super().parse_args(ctx, args)  # type: ignore[misc,no-any-return]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Write a required argument as NAME, where typer writes {NAME}."""
@@ -258,11 +250,7 @@ class Command(_Help, TyperCommand):
     """A command that also accepts -q and -v after its name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, _without_verbosity(args, self.params))
-        except _WRONG_USAGE as error:
-            error.ctx = error.ctx or ctx
-            raise
+        return super().parse_args(ctx, _without_verbosity(args, self.params))
 
 
 def _without_verbosity(args: list[str], parameters: Sequence[Any]) -> list[str]:
@@ -285,6 +273,16 @@ _LEVELS = {"-q": -1, "--quiet": -1, "-v": 1, "--verbose": 1, "-vv": 2}
 
 class VerbGroup(_Help, TyperGroup):
     """A command with subcommands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and self.no_args_is_help and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help(), err=True)  # click raises the help as a usage error
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        with _one_line_errors(ctx):
+            return super().resolve_command(ctx, args)
 
 
 class App(typer.Typer):
@@ -315,91 +313,51 @@ _FIRST_GROUPS = ("manifest", "profile")
 
 
 class RootGroup(VerbGroup):
-    """Root command: Ctrl-C raises `Interrupted` (click alone would exit with 1), and usage errors are one line."""
+    """Root command; Ctrl-C raises `Interrupted`, since click alone would exit with 1."""
 
     def __init__(self, *, commands: dict[str, Any], **settings: Any) -> None:
         # Typer lists groups last, but a new user starts with manifest and profile.
         groups_first = sorted(commands.items(), key=lambda item: item[0] not in _FIRST_GROUPS)
         super().__init__(commands=dict(groups_first), **settings)
 
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        try:
-            return super().make_context(info_name, args, parent, **extra)
-        except _WRONG_USAGE as error:
-            raise _one_line(error) from None
-
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise Interrupted("interrupted; no file was left half-written") from None
-        except _WRONG_USAGE as error:
-            raise _one_line(error) from None
 
 
-_WRONG_USAGE: Any = typer.BadParameter.__base__  # click's UsageError, wherever typer takes click from
+_CLICK_USAGE_ERROR: Any = typer.BadParameter.__base__  # typer does not export it, and may have a click of its own
 
 
-def _one_line(error: Any) -> Exception:
-    """Return a click error as a one-line `UsageError` instead of usage and box; help is returned unchanged."""
-    kind = type(error).__name__
-    if kind == "NoArgsIsHelpError":
-        return cast("Exception", error)
-    message, context = error.format_message().rstrip("."), error.ctx
-    message = message[:1].lower() + message[1:]
-    if kind == "NoSuchOption":
-        instead = replacement(_config_key(context).replace(".", " "), error.option_name)
-        message = f"there is no option {error.option_name}{instead or ''}"
-        message += (
-            ""
-            if instead
-            else _meant(error.option_name, [flag for p in context.command.params for flag in spellings_of(p)])
-        )
-    elif kind == "BadOptionUsage" and "requires an argument" in message:
-        message = f"{error.option_name} needs a value"
-    elif unknown := re.match("no such command '(.*?)'", message):
-        words = f"{_config_key(context)} {unknown[1]}".replace(".", " ").strip()
-        gone = replacement(words)
-        near = gone or _meant(unknown[1], context.command.commands)
-        message = f"there is no command {(words if gone else unknown[1])!r}{near}"
-    elif extra := re.match(r"got unexpected extra argument\S* \((.*)\)$", message):
-        message = f"unexpected argument {extra[1]}"
-    elif isinstance(error, typer.BadParameter) and error.param is not None:
-        message = _wrong_value(error) if kind == "BadParameter" else message
-        message += _origin(context, error.param.name)
-    if context is None:
-        return UsageError(message)
-    return UsageError(f"{message}{' See' if message.endswith('?') else '; see'} '{context.command_path} --help'")
+@contextmanager
+def _one_line_errors(context: Any) -> Iterator[None]:
+    """Raise a usage error as one line: its message, the origin of a wrong value, and the help's command."""
+    try:
+        yield
+    except UsageError as error:
+        message, option = str(error), _option_in(str(error), context)
+    except _CLICK_USAGE_ERROR as error:
+        message, option = error.format_message().rstrip("."), getattr(error, "param", None)
+    else:
+        return
+    message = f"{message[:1].lower()}{message[1:]}{_origin(context, option)}"
+    raise UsageError(f"{message}{' See' if message.endswith('?') else '; see'} '{context.command_path} --help'")
 
 
-def _wrong_value(error: Any) -> str:
-    """Return the message for an invalid option or argument value, starting with its name."""
-    if getattr(error.param, "is_flag", False):  # set by the environment or fcp.yaml
-        value = error.param.value_from_envvar(error.ctx)
-        value = error.ctx.lookup_default(error.param.name) if value is None else value
-        return f"{error.param.opts[0]} is {value!r}; it must be true or false"
-    message: str = error.message.rstrip(".")
-    return message if " is " in message else f"{error.param.opts[0]}: {message}"
+def _option_in(message: str, context: Any) -> Any:
+    """Return the option that a message such as "--ranks is 0; ..." starts with, or None."""
+    return next((option for option in context.command.params if message.partition(" is ")[0] in option.opts), None)
 
 
-def spellings_of(parameter: Any) -> list[str]:
-    """Return every long flag of an option."""
-    return [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("--")]
-
-
-def _meant(word: str, known: Iterable[str]) -> str:
-    near = nearest(word, known)
-    return f"; did you mean {near if near.startswith('-') else repr(near)}?" if near else ""
-
-
-def _origin(context: Any, name: str) -> str:
-    """Return the config key or environment variable that set an invalid value, for messages; "" if it was typed."""
-    source = context and context.get_parameter_source(name)
-    if source is not None and source.name == "DEFAULT_MAP":
-        key, file = f"{_config_key(context)}.{name.replace('_', '-')}", context.find_root().obj.path
+def _origin(context: Any, option: Any) -> str:
+    """Return the config key or environment variable that set an option, for messages; "" if it was typed."""
+    source = option and context.get_parameter_source(option.name)
+    if source and source.name == "DEFAULT_MAP":
+        key, file = f"{_config_key(context)}.{option.name.replace('_', '-')}", context.find_root().obj.path
         return f" (set by {key} in {file})"
-    if source is not None and source.name == "ENVIRONMENT":
-        return f" (set by {context.auto_envvar_prefix}_{name.upper()})"
+    if source and source.name == "ENVIRONMENT":
+        return f" (set by {context.auto_envvar_prefix}_{option.name.upper()})"
     return ""
 
 
@@ -412,9 +370,8 @@ def _config_key(context: Any) -> str:
     return ".".join(words)
 
 
-# Names accepted by options (models, clusters, solvers, ...), for `fcp list` and shell completion.
-
 Known = Literal["models", "clusters", "solvers", "targets", "integrations"]
+"""Kinds of names that options accept, for `fcp list` and shell completion."""
 KINDS: Final[tuple[Known, ...]] = get_args(Known)
 OF_OPTION: Final[dict[str, Known]] = {
     "model": "models",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fcp_cli.cli.command import takes
 from fcp_cli.cli.plan import note_compilation
+from fcp_cli.cost.recipe import RecipeRequest
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.util.console import Assumptions, note, print_json, print_result, progress, results
@@ -50,6 +51,13 @@ class CompareOptions(PlanRequest):
     ] = 5.0
     json: Annotated[bool, Opt("Print the result as one JSON document.", common=True, group="Output")] = False
 
+    # No options here: the recipe is the profile's, or else searched, and few steps are planned.
+    recipe: RecipeRequest = field(default_factory=RecipeRequest)
+    epochs: int = 1
+    last_batch: Literal["keep", "drop"] = "keep"
+    encoder_balance: Literal["ring", "wave", "auto"] = "ring"
+    as_needed: bool = False
+
 
 @takes(
     "fcp compare lengths.parquet --ranks 64",
@@ -58,14 +66,13 @@ class CompareOptions(PlanRequest):
 def compare(options: CompareOptions) -> None:
     """Compare every strategy, each in its best setting, on your lengths."""
     from fcp_cli.planning.compare import SYNCS, colocated, encoder_placements
-    from fcp_cli.planning.settings import resolve, with_counted_model
+    from fcp_cli.planning.settings import resolve
     from fcp_cli.planning.verdict import compared_verdict
     from fcp_cli.report.verdict import comparison_document, print_comparison, verdict_lines
 
     assumptions = Assumptions()
     _names(options.solvers)  # validate the names before reading files
-    options = with_counted_model(options, assumptions)
-    inputs = resolve(options, assumptions, as_needed=False)
+    inputs = resolve(options, assumptions)
     names = _names(options.solvers, inputs.problem.profile)
     assumptions.report()
     is_open = options.sync is None and options.virtual_stages == 1
@@ -74,7 +81,7 @@ def compare(options: CompareOptions) -> None:
         note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
         inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))
     contenders, batches = _run(inputs, names, syncs, options.milp_seconds)
-    verdict = compared_verdict(contenders, replace(inputs, problem=colocated(inputs.problem)), options, batches)
+    verdict = compared_verdict(contenders, replace(inputs, problem=colocated(inputs.problem)), batches)
     contenders += list(encoder_placements(inputs.table, inputs.problem, inputs.settings))
     if options.json:
         document = comparison_document(contenders, inputs.problem, steps=len(batches))

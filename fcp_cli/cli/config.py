@@ -1,10 +1,10 @@
-"""The YAML config: options per command, named like their flags and validated against the existing commands."""
+"""The YAML config `fcp.yaml`: options per command, named like their flags, and which of them need the user's trust."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from fcp_cli.errors import UsageError
 from fcp_cli.util.options import Option
@@ -36,7 +36,7 @@ def _group_defaults(config: dict[str, Any], group: Any, *, where: str, words: st
     defaults = {}
     for name, options in config.items():
         if name not in group.commands:
-            hint = replacement(f"{words}{name}") or _of_commands(str(name), group) or did_you_mean(name, group.commands)
+            hint = _of_commands(str(name), group) or did_you_mean(name, group.commands)
             raise UsageError(f"{where}: there is no command {name!r}{hint}")
         if not isinstance(options, dict):
             raise UsageError(f"{where}: the options of {name!r} must be a mapping, not {options!r}")
@@ -61,8 +61,7 @@ def unknown_variables(environment: Iterable[str], group: Any, *, prefix: str = "
         known = set(_variables(command, f"{prefix}_{verb.upper()}"))
         for name in names:
             if name.startswith(f"{prefix}_{verb.upper()}_") and name not in known:
-                instead = replacement_of_variable(name) or did_you_mean(name, known)
-                yield f"the variable {name} sets nothing: {verb} has no such option{instead}"
+                yield f"the variable {name} sets nothing: {verb} has no such option{did_you_mean(name, known)}"
 
 
 def _variables(command: Any, prefix: str) -> Iterator[str]:
@@ -84,22 +83,15 @@ def _command_defaults(options: dict[str, Any], command: Any, *, where: str, name
             parameter = parameters[spelling]
             repeated = getattr(parameter, "multiple", False) or parameter.nargs == -1
             defaults[parameter.name] = [value] if repeated and isinstance(value, str) else value
-        elif gone := replacement(f"{name} {key}"):
-            raise UsageError(f"{where}: there is no command '{name} {key}'{gone}")
         else:
-            instead = replacement(name, f"--{spelling}") or did_you_mean(spelling, parameters)
-            raise UsageError(f"{where}: {name!r} has no option {key!r}{instead}")
+            raise UsageError(f"{where}: {name!r} has no option {key!r}{did_you_mean(spelling, parameters)}")
     return defaults
-
-
-# Trust check for an `fcp.yaml` found in the current folder, which may not be the user's own.
-#
-# Settings that run code or commands, or write outside the folder, apply only if the user names the file with
-# --config.
 
 
 def refuse_untrusted(path: Path, options: Iterable[Option], values: Mapping[str, Any], verb: str) -> None:
     """Raise UsageError if a config file that the user did not name sets options that need trust.
+
+    A file found in the current folder may not be the user's own: it may not run code or commands, or write elsewhere.
 
     Args:
         path: the config file.
@@ -110,7 +102,7 @@ def refuse_untrusted(path: Path, options: Iterable[Option], values: Mapping[str,
     asking = [option for option in options if _needs_trust(option, values[option.name], path.parent)]
     if asking:
         names = ", ".join(f"{verb}.{option.flag.removeprefix('--')}" for option in asking)
-        reason = "run commands" if any(_mark(option) == "runs" for option in asking) else "write outside of its folder"
+        reason = "run commands" if any(_trust(option) == "runs" for option in asking) else "write outside of its folder"
         raise UsageError(
             f"{path} was found in this folder and sets {names}, which may {reason}; read it, then name it with "
             f"'--config {path}'"
@@ -118,68 +110,10 @@ def refuse_untrusted(path: Path, options: Iterable[Option], values: Mapping[str,
 
 
 def _needs_trust(option: Option, value: Any, folder: Path) -> bool:
-    if _mark(option) == "writes" and value is not None and str(value) != "-":
+    if _trust(option) == "writes" and value is not None and str(value) != "-":
         return not (folder / value).resolve().is_relative_to(folder.resolve())
-    return _mark(option) == "runs" and bool(value)
+    return _trust(option) == "runs" and bool(value)
 
 
-def _mark(option: Option) -> str | None:
+def _trust(option: Option) -> str | None:
     return getattr(option.mark, "trust", None)
-
-
-# Removed options and commands, and options typed under the wrong command, with their replacements.
-
-_SHARDS: Final = "count part I of N with --shard I/N in a job of any scheduler, and merge with 'fcp manifest merge'"
-_TRACE: Final = "write --no-shuffle --global-batch-size N, for a trace in order with N rows a step"
-_WHOLE: Final = "a plan is made whole, on as many cores as there are: 100 million sequences take two of them 20 minutes"
-RETIRED: Final[dict[tuple[str, str], str]] = {
-    ("compare", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
-    ("compare", "--step-column"): _TRACE,
-    ("compare", "--stress"): "no effect it simulated changed the ranking of strategies",
-    ("launch", "--cache-embeddings"): "a frozen encoder runs in every epoch",
-    ("launch", "--planner"): "rank 0 plans for all nodes",
-    ("launch", "--random-weights"): "write --weights random",
-    ("launch", "--reorder-window"): "exchange sequences between batches in the stream itself",
-    ("launch", "--warmup-ratio"): "write --warmup-steps X, which below 1 is a share of the schedule",
-    ("manifest build", "--on"): _SHARDS,
-    ("manifest build", "--sbatch-option"): _SHARDS,
-    ("manifest build", "--shards"): _SHARDS,
-    ("manifest build", "--text-field"): "write --column",
-    ("plan", "--emit"): "no engine reads Megatron's proposed interface for planners",
-    ("plan", "--embeddings-cached"): "a frozen encoder's outputs are not cached",
-    ("plan", "--merge"): _WHOLE,
-    ("plan", "--robust"): "it gained at most 2 %, if all rings of a node share one link, and lost as much otherwise",
-    ("plan", "--shard"): _WHOLE,
-    ("plan", "--step-column"): _TRACE,
-    ("plan", "--tokenizer"): "count the tokens of texts with 'fcp manifest build --tokenizer', and plan the manifest",
-    ("profile", "--share"): "send the profile itself; nothing reads the shared file",
-    ("profile", "--hf-config"): "write --model, which takes a config.json",
-}
-"""Command and flag -> what to write instead, or why nothing replaces it."""
-RETIRED_COMMANDS: Final = {
-    "manifest synth": "'fcp manifest build --kind media' counts any JSON lines of sizes",
-    "profile diff": "'fcp profile show' explains one profile after the other",
-    "jobs": "'fcp watch' shows a run, and the scheduler's own commands (squeue, kubectl get) list and end its jobs",
-    "trust": "name the config that you trust with --config",
-    "trace": "'fcp report' draws plans and runs, 'fcp inspect --step' any step",
-}
-"""Command -> what to type instead."""
-
-
-def replacement(command: str, flag: str = "") -> str | None:
-    """Return the end of an "unknown command or option" message: the replacement, or None if it never existed.
-
-    Args:
-        command: words after `fcp`, e.g. "manifest build".
-        flag: long flag, as typed; "" for the command itself.
-    """
-    instead = RETIRED.get((command, flag)) if flag else RETIRED_COMMANDS.get(command)
-    return instead and f"{'' if flag else ' any more'}; {instead}"
-
-
-def replacement_of_variable(name: str) -> str | None:
-    """Return the same for an environment variable, e.g. FCP_LAUNCH_RANDOM_WEIGHTS."""
-    for command, flag in RETIRED:
-        if name == f"FCP {command} {flag[2:]}".upper().replace(" ", "_").replace("-", "_"):
-            return replacement(command, flag)
-    return None

@@ -174,10 +174,10 @@ class Demo:
             f"A tiny model with random weights reads the library's sources on {TRAINED_RANKS} gloo ranks, by the "
             "commands of a real job. It takes about half a minute."
         )
-        trained = train(self.folder, self._command)
-        self._add_difference(trained.gradient_difference)
-        self._say(f"Loss {trained.first_loss:.2f} at the first step, {trained.last_loss:.2f} at the last.")
-        self.figures |= {"first_loss": trained.first_loss, "last_loss": trained.last_loss}
+        losses, difference = train(self.folder, self._command)
+        self._add_difference(difference)
+        self._say(f"Loss {losses[0]:.2f} at the first step, {losses[-1]:.2f} at the last.")
+        self.figures |= {"first_loss": losses[0], "last_loss": losses[-1]}
 
     def _add_difference(self, difference: float) -> None:
         self._say(f"Largest difference of a gradient from one process: {difference:.1e} (allowed: {TOLERANCE:.0e}).")
@@ -239,11 +239,6 @@ def prepare(folder: Path) -> None:
     write_text_atomically(folder / _MARK, "made by fcp demo, which replaces this folder\n")
 
 
-# Training part of the demo: a tiny new checkpoint is trained on the sources of Python's standard library.
-#
-# Runs the commands that a user would type in the demo folder. fcp settings from the environment or fcp.yaml are
-# ignored.
-
 TRAINED_RANKS, TRAINED_STEPS = 4, 5
 _VOCABULARY, _TEXTS = 1024, 20
 _DATA = ["--include", "[a-e]*.py", "--exclude", "test", "--exclude", "site-packages", "--exclude", "encodings"]
@@ -256,17 +251,16 @@ _SIZES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DemoLosses:
-    """First and last loss, and the largest gradient difference from a single process, in fp64."""
+def train(folder: Path, say: Callable[[str], None]) -> tuple[list[float], float]:
+    """Train a tiny new checkpoint on Python's sources, by the commands that a user would type.
 
-    first_loss: float
-    last_loss: float
-    gradient_difference: float
+    Args:
+        folder: the demo folder.
+        say: called with each command.
 
-
-def train(folder: Path, say: Callable[[str], None]) -> DemoLosses:
-    """Create a checkpoint, build a manifest, plan, verify and train; `say` is called with each command."""
+    Returns:
+        The losses, and the largest gradient difference from a single process, in fp64.
+    """
     make_checkpoint(folder / "model")
 
     def fcp(*words: str) -> str:
@@ -277,24 +271,14 @@ def train(folder: Path, say: Callable[[str], None]) -> DemoLosses:
     fcp("manifest", "build", library, *_DATA, "--tokenizer", "model", "-o", "lengths.parquet")
     sizes = [word for name, value in _SIZES.items() for word in (f"--{name}", str(value))]
     where = ["--model", "model", "--cluster", "this-machine"]
-    fcp(
-        "plan",
-        "lengths.parquet",
-        *where,
-        *sizes,
-        "--overlong",
-        "drop",
-        "--steps",
-        str(TRAINED_STEPS),
-        "-o",
-        "plan.parquet",
-    )
+    steps = ["--overlong", "drop", "--steps", str(TRAINED_STEPS)]
+    fcp("plan", "lengths.parquet", *where, *sizes, *steps, "-o", "plan.parquet")
     difference = gradient_difference(fcp("verify", "--plan", "plan.parquet", "--steps", "2"))
     rate = ["--learning-rate", "1e-2", "--warmup-steps", "1"]
     fcp("launch", "--model", "model", "--plan", "plan.parquet", "--run-dir", "run", *rate)
     metrics = RunPaths(run_dir=folder / "run").metrics
     losses = [float(record["loss"] or "nan") for record in read_metrics(metrics) if record["kind"] == "step"]
-    return DemoLosses(first_loss=losses[0], last_loss=losses[-1], gradient_difference=difference)
+    return losses, difference
 
 
 def gradient_difference(document: str) -> float:
@@ -303,7 +287,7 @@ def gradient_difference(document: str) -> float:
 
 
 def run_fcp(folder: Path, *words: str) -> str:
-    """Run `fcp` quietly in a folder and return its standard output."""
+    """Run `fcp` quietly in a folder, without settings of the environment or fcp.yaml; return its standard output."""
     command = [sys.executable, "-m", "fcp_cli", "--no-config", "-q", *words]
     done = subprocess.run(command, cwd=folder, env=without_settings(os.environ), stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -337,8 +321,6 @@ def make_checkpoint(folder: Path) -> None:
     kind: Any = PreTrainedTokenizerFast
     kind(tokenizer_object=tokenizer).save_pretrained(folder)
 
-
-# Draws a planned step as text: a row per rank, a bar per micro-batch, dots while a rank waits.
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")  # by ascending degree, repeated
 

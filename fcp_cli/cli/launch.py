@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import typer
 
 from fcp_cli.cli.command import takes
 from fcp_cli.errors import FcpError, Interrupted, PlanError, RunError, UsageError
-from fcp_cli.launching.request import LaunchRequest
+from fcp_cli.launching.request import LOCAL, LaunchRequest
 from fcp_cli.util.console import (
     Assumptions,
     human,
@@ -31,11 +32,15 @@ from fcp_cli.util.console import (
 from fcp_cli.util.words import counted, duration
 
 if TYPE_CHECKING:
-    from fcp_cli.launching.checks import LaunchFinding
+    from fcp_cli.launching.failure import Failure
     from fcp_cli.launching.job import Job
     from fcp_cli.launching.memory_check import JobMemory
+    from fcp_cli.launching.resolve import Claim
+    from fcp_cli.launching.supervise import JobOutcome, RunProgress
+    from fcp_cli.runs.metrics_reader import RunSummary
     from fcp_cli.runs.owner import Ownership
     from fcp_cli.runs.run_dir import LaunchRecord
+    from fcp_cli.util.findings import Finding
     from fcp_cli.util.machine import LocalDevices
 
 
@@ -62,15 +67,8 @@ def launch(options: LaunchRequest) -> None:
 
 def _refuse_unused(options: LaunchRequest) -> None:
     """Raise UsageError for options that would have no effect."""
-    if not options.program:
-        if options.inject is not None:
-            raise UsageError("--inject is for a script or command of your own, given after --")
-        if options.probe is not None:  # `fcp verify` covers the bundled trainer
-            raise UsageError(
-                "--probe and --no-probe are for a script of your own, given after --; see also 'fcp verify'"
-            )
-    if options.probe and options.inject == "none":
-        raise UsageError("--probe needs hooks, which --inject none disables")
+    if not options.program and options.inject is not None:
+        raise UsageError("--inject is for a script or command of your own, given after --")
     if options.inject == "env" and options.online:
         raise UsageError("--online is for jobs that fcp starts, --inject env for commands that start their own ranks")
     if options.inject == "env" and (options.explain or options.preflight):
@@ -106,10 +104,10 @@ def _launch_own_command(options: LaunchRequest) -> None:
 
 def _run_preflight(options: LaunchRequest) -> None:
     """Run only the checks; exit status 1 if one of them would stop the launch."""
-    from fcp_cli.launching.checks import LaunchFinding
     from fcp_cli.launching.preflight import check_space
+    from fcp_cli.launching.software import error
 
-    findings: list[LaunchFinding] = []
+    findings: list[Finding] = []
     memory = None
     try:
         job = _resolve(options)
@@ -117,8 +115,8 @@ def _run_preflight(options: LaunchRequest) -> None:
         check_space(job)
     except UsageError:
         raise
-    except FcpError as error:  # without a job, no further check can run
-        findings = [LaunchFinding(severity="error", message=str(error)), *findings]
+    except FcpError as failure:  # without a job, no further check can run
+        findings = [error(str(failure)), *findings]
     errors = sum(finding.severity == "error" for finding in findings)
     if options.json:
         shown = [{"severity": finding.severity, "message": finding.message} for finding in findings]
@@ -136,14 +134,12 @@ def _launch(options: LaunchRequest) -> None:
     if options.dry_run or options.output is not None:
         _launch_job(_resolve(options), options)
         return
-    with owned_job(options, _resolve) as (job, owned):
+    with owned_job(options) as (job, owned):
         _launch_job(job, options, owned)
 
 
 def _launch_job(job: Job, options: LaunchRequest, owned: Ownership | None = None) -> None:
-    if options.force and options.output is None:
-        raise UsageError("--force replaces files in the folder of -o; give -o too")
-    if options.output is not None and job.cluster is None:
+    if options.output is not None and job.target == LOCAL:
         raise UsageError("-o writes the files of a cluster job; name one with --target, or see --dry-run")
     findings, memory = _findings(job)
     if not options.dry_run and memory is not None and not memory.is_host:
@@ -151,7 +147,7 @@ def _launch_job(job: Job, options: LaunchRequest, owned: Ownership | None = None
     _show_findings(findings, starts=not options.dry_run)
     if any(finding.severity == "error" for finding in findings) and not options.dry_run:
         raise typer.Exit(1)
-    if job.cluster is not None:
+    if job.target != LOCAL:
         launch_on_cluster(job, options, owned)
     elif owned is None:
         _print_commands(job, json=options.json)
@@ -159,15 +155,15 @@ def _launch_job(job: Job, options: LaunchRequest, owned: Ownership | None = None
         run_here(job, owned, json=options.json)
 
 
-def _resolve(options: LaunchRequest) -> Job:
+def _resolve(options: LaunchRequest, claim: Claim | None = None) -> Job:
     """Resolve the options to a job, and print the assumptions."""
-    from fcp_cli.launching.resolve import resolve
+    from fcp_cli.launching.resolve import resolve, unclaimed
 
     request, device = options, options.device
     if device != "auto" and not options.program:
         request = replace(options, training={"device": device, **options.training})
     assumed = Assumptions()
-    job = resolve(request, lambda: _find_machine(device, dry_run=options.dry_run), assumed)
+    job = resolve(request, lambda: _find_machine(device, dry_run=options.dry_run), assumed, claim or unclaimed)
     assumed.report()
     return job
 
@@ -184,7 +180,7 @@ def _find_machine(device: str, *, dry_run: bool) -> LocalDevices:
         return UNKNOWN_MACHINE if device == "auto" else replace(UNKNOWN_MACHINE, device=device)
 
 
-def _findings(job: Job) -> tuple[list[LaunchFinding], JobMemory | None]:
+def _findings(job: Job) -> tuple[list[Finding], JobMemory | None]:
     """Return the findings of the launch checks, and the memory of a rank."""
     from fcp_cli.launching.checks import check_launch, collect_job_facts
     from fcp_cli.launching.memory_check import job_memory
@@ -201,7 +197,7 @@ def _show_memory(memory: JobMemory | None) -> None:
         print_table(results(), memory_table(memory))
 
 
-def _show_findings(findings: list[LaunchFinding], *, starts: bool = True) -> None:
+def _show_findings(findings: list[Finding], *, starts: bool = True) -> None:
     """Print the findings; errors are printed as warnings if nothing is launched."""
     for finding in findings:
         if finding.severity == "error" and not starts:
@@ -228,8 +224,8 @@ def _print_commands(job: Job, *, json: bool) -> None:
         return
     for command in record.commands:
         if job.num_nodes > 1:
-            sys.stdout.write(f"# node {command.node}\n")
-        sys.stdout.write(command.shell + "\n")
+            sys.stdout.write(f"# node {command['node']}\n")
+        sys.stdout.write(command["shell"] + "\n")
 
 
 def _explain(job: Job, *, json: bool) -> None:
@@ -245,7 +241,7 @@ def _explain(job: Job, *, json: bool) -> None:
         console.print(explanation_table(job, console.width))
 
 
-# Cluster jobs of `fcp launch`: prints or writes their files, or submits them to Slurm.
+# Cluster jobs: their files are printed, written, or submitted to Slurm.
 
 
 def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None) -> None:
@@ -254,7 +250,7 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
     Only Slurm jobs are started; for the other targets, the start command is printed.
 
     Args:
-        job: the job with its cluster.
+        job: the job for a cluster.
         options: the options, as typed.
         owned: the owned run directory, released before the job starts; None if nothing is written there.
     """
@@ -262,11 +258,7 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
     from fcp_cli.launching.targets import job_files, start_command, target_of
     from fcp_cli.runs.run_dir import RunPaths
 
-    assert job.cluster is not None
     target, output = target_of(job.target), options.output
-    if output is not None:
-        record_path = RunPaths(run_dir=output.absolute()).launch
-        job = replace(job, cluster=replace(job.cluster, record=record_path, output=output.absolute()))
     files = job_files(target, job, template=options.cluster.template)
     record, answer = launch_record(job, files), {}
     note(f"{counted(job.num_nodes, 'node')} with {counted(job.processes_per_node, 'process')} each")
@@ -275,7 +267,7 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
         headed = [f"# ---- {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
         sys.stdout.write("" if options.json else "".join(headed))
     elif output is not None:
-        _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()}, force=options.force)
+        _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()})
         note(f"start the job with: {shlex.join(start_command(target, job, output))}")
     elif owned is not None:
         answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned)}
@@ -283,10 +275,10 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
         print_json({**asdict(record), **answer})
 
 
-def _write(folder: Path, files: Mapping[str, str], *, force: bool) -> None:
+def _write(folder: Path, files: Mapping[str, str], *, overwrite: bool = False) -> None:
     from fcp_cli.launching.targets import write_files
 
-    write_files(folder, files, overwrite=force)
+    write_files(folder, files, overwrite=overwrite)
     note(f"wrote {', '.join(str(folder / name) for name in files)}")
 
 
@@ -309,7 +301,7 @@ def _start(
     write_record(job.run_dir, job.plan.absolute(), job.metadata)
     write_launch(job.run_dir, record)
     job.paths.logs.mkdir(exist_ok=True)
-    _write(job.run_dir, files, force=True)  # may only replace files of this run's earlier start
+    _write(job.run_dir, files, overwrite=True)  # may only replace files of this run's earlier start
     if not is_slurm:
         note(f"start the job with: {shlex.join(command)}")
         return ""
@@ -319,50 +311,33 @@ def _start(
     return answer
 
 
-# Ownership of the run directory of a launch, acquired before anything in it is read or changed.
+# Ownership of the run directory, acquired before anything in it is read or changed.
 
 
 @contextmanager
-def owned_job(options: LaunchRequest, resolve: Callable[[LaunchRequest], Job]) -> Iterator[tuple[Job, Ownership]]:
+def owned_job(
+    options: LaunchRequest, resolve: Callable[[LaunchRequest, Claim], Job] = _resolve
+) -> Iterator[tuple[Job, Ownership]]:
     """Yield the resolved job and the ownership of its run directory."""
     from fcp_cli.runs.owner import own
+    from fcp_cli.runs.run_dir import next_run_dir
 
     with ExitStack() as stack:
-        owned = _own_named(options)
-        if owned is not None:
-            stack.enter_context(owned)
-        job = resolve(options)
-        while owned is None or owned.run_dir.absolute() != job.run_dir:
-            is_automatic = options.run_dir is None and not options.resume
-            try:
-                owned = stack.enter_context(
-                    own(
-                        job.run_dir,
-                        node=options.node_rank or 0,
-                        job=_job_of(options),
-                        must_be_new=is_automatic,
-                        announce=note,
-                    )
-                )
-            except FileExistsError:  # a concurrent launch took this automatic run number
-                job = resolve(options)
-                continue
-            if not owned.is_new:  # its state may have changed since the job was resolved
-                job = resolve(options)
-        yield job, owned
+        owned: list[Ownership] = []
 
+        def claim(run_dir: Path | None, name: str) -> Path:
+            while True:
+                path = run_dir or next_run_dir(name)
+                taking = partial(own, path, node=options.node_rank or 0, job=_job_of(options), announce=note)
+                try:
+                    owned.append(stack.enter_context(taking(must_be_new=run_dir is None)))
+                except FileExistsError:
+                    if run_dir is not None:
+                        raise
+                    continue  # a concurrent launch took this automatic run number
+                return path
 
-def _own_named(options: LaunchRequest) -> Ownership | None:
-    """Own the run directory named or implied by the options; None if it does not exist yet."""
-    from fcp_cli.runs.owner import own
-    from fcp_cli.runs.run_dir import latest_run_dir
-
-    run_dir = options.run_dir
-    if run_dir is None and options.resume and not options.program:
-        run_dir = latest_run_dir(options.model)
-    if run_dir is None or not run_dir.is_dir():
-        return None
-    return own(run_dir, node=options.node_rank or 0, job=_job_of(options), announce=note)
+        yield resolve(options, claim), owned[0]
 
 
 def _job_of(options: LaunchRequest) -> str:
@@ -370,16 +345,9 @@ def _job_of(options: LaunchRequest) -> str:
     return f"{options.nodes} nodes at {options.master_addr}:{options.master_port}" if options.master_addr else ""
 
 
-# Runs a job on this machine: shows its progress and reports its end.
+# A job on this machine: its progress and its end.
 
 _FAR_OFF = 1.5  # factor between predicted and measured step time that is reported
-
-if TYPE_CHECKING:
-    from fcp_cli.launching.failure import Failure
-    from fcp_cli.launching.job import Job
-    from fcp_cli.launching.supervise import JobOutcome, RunProgress
-    from fcp_cli.runs.metrics_reader import RunSummary
-    from fcp_cli.runs.owner import Ownership
 
 
 def run_here(job: Job, owned: Ownership, *, json: bool) -> None:

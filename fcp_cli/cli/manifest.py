@@ -143,7 +143,7 @@ def build(options: BuildOptions) -> None:
     """
     from fcp_cli.manifest.build import CountedByWorkers, default_workers, divisible, parse_part
     from fcp_cli.manifest.detect import LISTED_KINDS, SourceOptions, detect_kind, open_source
-    from fcp_cli.manifest.sources import WHOLE, DivisibleSource, named_source
+    from fcp_cli.manifest.sources import WHOLE, named_source
 
     output, kind = options.output, str(options.kind)
     source, files = named_source(options.source)
@@ -170,7 +170,7 @@ def build(options: BuildOptions) -> None:
     part = WHOLE if options.shard is None else parse_part(options.shard)
     rows = opened if options.shard is None else divisible(opened).only(part)
     workers = options.workers or default_workers(rows)
-    if workers > 1 and isinstance(rows, DivisibleSource) and rows.parts > 1:
+    if workers > 1 and rows.parts > 1:
         reopen = partial(open_source, source, kind, reading, output=output.absolute(), files=files)
         rows = CountedByWorkers(source=rows, reopen=reopen, workers=workers, part=part)
     if options.shard is not None:

@@ -1,4 +1,6 @@
-"""A simulated device and links paced by a cost profile, with a matching model, kernel and transport.
+"""Paced ranks: a simulated device and links, with a matching model, kernel and transport, on the real runtime.
+
+    python -m fcp_cli.cli.paced_ranks NUM_RANKS PLAN [PLAN ...]
 
 Sleeps replace matrices, attention and the fixed cost of a micro-batch, and delay messages that gloo delivers faster
 than the profile's links. Everything else is real: plan cursor, loader, rings with their gloo hops of keys, values and
@@ -195,17 +197,14 @@ def attention_on(device: Device, coefficients: Coefficients) -> Iterator[None]:
         yield
 
 
-# Runs paced ranks on this machine, which follow plans through the real runtime over gloo.
-#
-#     python -m fcp_cli.cli.paced_ranks NUM_RANKS PLAN [PLAN ...]
-#
-# Ranks are forked from a process that has imported PyTorch, so that sixteen cost little more than one.
-
 _FIRST_PORT = 29_700
 
 
 def main(num_ranks: int, plans: Sequence[Path]) -> int:
-    """Run the plans one after another on all ranks; on the first failure kill all ranks and return 1."""
+    """Run the plans one after another on all ranks; on the first failure kill all ranks and return 1.
+
+    Ranks are forked from this process, which has imported PyTorch, so that sixteen cost little more than one.
+    """
     port = free_ports(_FIRST_PORT, 1)
     ranks = {_fork(rank, num_ranks, port, plans) for rank in range(num_ranks)}
     while ranks:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _PLAN: Final = Path("plan.parquet")
 _WORTH_SAYING_SECONDS: Final = 0.1
-_LIMITS: Final = ("max_degree", "max_groups", "max_peers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,12 +89,11 @@ def plan(options: PlanOptions) -> None:
 
     Settings without an option come from fcp.yaml, this folder or this machine; the output names each source.
     """
-    from fcp_cli.planning.batches import mixed_files
-    from fcp_cli.planning.settings import resolve, with_counted_model
+    from fcp_cli.planning.settings import resolve
     from fcp_cli.planning.solvers import require_planning_solver
 
     # Validate the name before reading files and searching a recipe, which are slow.
-    require_planning_solver(options.solver, **_limits(options))
+    require_planning_solver(options.solver, **options.limits)
     if options.continue_from is not None:
         _continue(options, options.continue_from)
         return
@@ -108,16 +106,14 @@ def plan(options: PlanOptions) -> None:
             raise UsageError("--json and -o - both want stdout; write the plan to a file")
         if options.resume:
             raise UsageError("--resume cannot continue a plan on stdout; write the plan to a file")
-    options = with_counted_model(_with_its_attention(options, assumptions), assumptions)
-    inputs = resolve(
-        options, assumptions, most_peers=options.max_peers, max_degree=options.max_degree
-    )  # before refuse_to_overwrite: a plan given as the manifest must fail as a wrong kind of file
-    refuse_to_overwrite(output, options.manifest, options.profile, *mixed_files(options.mix))
+    inputs = resolve(_with_its_attention(options, assumptions), assumptions)
+    # Only now, since a plan given as the manifest must fail as a wrong kind of file.
+    refuse_to_overwrite(output, *inputs.files)
     assumptions.report()
     if str(output) == "-":
         _plan_to_stdout(inputs, options)
     else:
-        _plan_to_file(inputs, options, output, assumptions)
+        _plan_to_file(inputs, options, output)
 
 
 def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanOptions:
@@ -134,9 +130,9 @@ def _with_its_attention(options: PlanOptions, assumptions: Assumptions) -> PlanO
 def _finish(output: Path, options: PlanOptions) -> None:
     """Write the plan file of a killed online run from its journal."""
     from fcp_cli.plan.metadata import manifest_of
-    from fcp_cli.planning.online_journal import OnlineJournal
+    from fcp_cli.planning.journal import StreamJournal
 
-    journal = OnlineJournal(output)
+    journal = StreamJournal(output)
     if not journal.exists:
         raise UsageError(
             f"{output} has no journal of a run that planned while training; name the MANIFEST to resume planning"
@@ -149,15 +145,14 @@ def _finish(output: Path, options: PlanOptions) -> None:
 
 # Options that may change within a run; batches and training settings may not.
 _MAY_CHANGE: Final = {
-    *("manifest", "mix", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "headroom", "device_hour_price"),
+    *("manifest", "mix", "profile", "ranks", "ranks_per_node", "tokens_per_rank", "device_hour_price"),
     *("rank_speeds", "zero", "shard_ranks", "reduce", "recompute", "loss", "offload"),
 }
 
 
 def _continue(options: PlanOptions, run_dir: Path) -> None:
     """Plan the remaining steps of a run (--continue-from)."""
-    from fcp_cli.planning.batches import mixed_files
-    from fcp_cli.planning.settings import resolve_continuation
+    from fcp_cli.planning.continuation import resolve_continuation
     from fcp_cli.runs.trained_run import plan_at_step, read_trained_run
 
     for name in ("steps", *(option.name for option in options_of(PlanRequest))):
@@ -167,27 +162,18 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
         raise UsageError("--continue-from needs --ranks (how many continue the run) or --mix (the new weights)")
     if options.mix and options.manifest is not None:
         raise UsageError(f"--mix names its manifests; drop {options.manifest}")
-    mixed = mixed_files(options.mix)
-    manifest = mixed[0] if mixed else options.manifest
+    manifest = next(iter(options.manifests), None)
     run = plan_at_step(run_dir, manifest, options.length_column) or read_trained_run(run_dir, manifest=manifest)
     output = options.output or Path(f"plan-from-step-{run.first_step}.parquet")
     if str(output) == "-":
         raise UsageError("--continue-from cannot write to stdout; name a file with -o")
-    refuse_to_overwrite(output, run.plan, run.manifest, options.profile, *mixed)
-    assumptions = Assumptions()
-    inputs = resolve_continuation(
-        options,
-        assumptions,
-        plan=run.plan,
-        first_step=run.first_step,
-        manifest=run.manifest,
-        length_column=run.length_column,
-    )
-    assumptions.report()
+    inputs = resolve_continuation(options, run, Assumptions())
+    refuse_to_overwrite(output, *inputs.files)
+    inputs.assumptions.report()
     launch = f"fcp launch --run-dir {shlex.quote(str(run_dir))} --resume --plan {shlex.quote(str(output))}"
     if not run.model:
         launch = f"resume your loop under it at its first step, {run.first_step}"
-    _plan_to_file(inputs, options, output, assumptions, next_command=launch)
+    _plan_to_file(inputs, options, output, next_command=launch)
 
 
 def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
@@ -200,18 +186,16 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
         note("compiling the planner: about a minute, once on this machine")
 
 
-def _plan_to_file(
-    inputs: PlanInputs, options: PlanOptions, output: Path, assumptions: Assumptions, *, next_command: str | None = None
-) -> None:
+def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, next_command: str | None = None) -> None:
     from fcp_cli.launching.job import planned_nodes
     from fcp_cli.planning.verdict import plan_verdict
     from fcp_cli.report.verdict import verdict_lines
 
     result, sample = _make_with_progress(inputs, options, output)
     extra = _gain_and_time(result, sample, inputs) | _price_of_limit(result, inputs)
-    verdict = plan_verdict(result, sample, inputs, options, (extra["speedup_over_static"], extra["static_degree"]))
+    verdict = plan_verdict(result, sample, inputs, (extra["speedup_over_static"], extra["static_degree"]))
     if options.json:
-        told = {"assumed": assumptions.assumed, "warnings": assumptions.warnings}
+        told = {"assumed": inputs.assumptions.assumed, "warnings": inputs.assumptions.warnings}
         written = {"output": str(output), **result.to_json(), **extra}
         print_json({**written, "verdict": verdict.to_json(), **told})
     else:
@@ -222,9 +206,10 @@ def _plan_to_file(
     # The bundled trainer uses one device per rank.
     trains = " ".join(("--plan", str(output), "-- SCRIPT", *arguments, "ARGS"))
     # Suggest the bundled trainer only if the model was not merely assumed.
-    is_named = options.model is not None or "--model" not in assumptions.assumed
+    model = inputs.request.model
+    is_named = model is not None or "--model" not in inputs.assumptions.assumed
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
-        trains = f"--model {_model_to_train(options.model, inputs.problem.profile.model)} --plan {output}"
+        trains = f"--model {_model_to_train(model, inputs.problem.profile.model)} --plan {output}"
     following = next_command or f"fcp launch {trains}"
     if (nodes := planned_nodes(result.metadata)) > 1:
         following += (
@@ -279,27 +264,15 @@ def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) 
             if step.step in sampled:
                 sample.append(step)
 
-        result = make_plan(
-            output,
-            inputs,
-            solver_name=options.solver,
-            **_limits(options),
-            workers=options.workers,
-            resume=options.resume,
-            on_step=on_step,
-        )
+        result = make_plan(output, inputs, workers=options.workers, resume=options.resume, on_step=on_step)
     return result, sample
 
 
-def _limits(options: PlanOptions) -> dict[str, int | None]:
-    return {name: getattr(options, name) for name in _LIMITS}
-
-
 def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
-    """Return a ring limit (`_LIMITS`) and its share of the step time; {} without a limit."""
+    """Return the limit on rings and its share of the step time; {} without a limit."""
     from fcp_cli.planning.candidates import FcpSolver, limit_price
 
-    name = next((name for name in _LIMITS if name in result.solver.options), None)
+    name = next((name for name in inputs.request.limits if name in result.solver.options), None)
     if name is None or not isinstance(result.solver, FcpSolver):
         return {}
     return {name: result.solver.options[name], f"{name}_price": limit_price(result.solver, inputs.batches())}
@@ -334,8 +307,9 @@ def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     if extra["loading_seconds"] > _WORTH_SAYING_SECONDS:
         planning += f", and {duration(extra['loading_seconds'])} to load or compile the planner"
     lines = {"speed-up": static, "planning": planning}
-    limits = {"degree": "no rings, which costs", "group": "{} groups cost", "peer": "{} peers cost"}
-    for name in (name for name in _LIMITS if name in extra):
-        kind = name.removeprefix("max_").removesuffix("s")
-        lines[f"{kind} limit"] = f"{limits[kind].format(extra[name])} {extra[f'{name}_price']:.2%} of the step time"
+    limits = {"degree": "no rings, which costs", "groups": "{} groups cost", "peers": "{} peers cost"}
+    for kind, cost in limits.items():
+        if (name := f"max_{kind}") in extra:
+            price = f"{extra[f'{name}_price']:.2%} of the step time"
+            lines[f"{kind.removesuffix('s')} limit"] = f"{cost.format(extra[name])} {price}"
     print_plan(results(), result.metadata, result.summary, extra=lines)

@@ -53,24 +53,23 @@ def profile(options: ProfileOptions) -> None:
     it stopped. With --analytic it computes the coefficients from the figures of a model and a cluster, and lists its
     assumptions.
     """
-    from fcp_cli.profiling.choices import asked_sync, choose_measurement, computed_profile
+    from fcp_cli.profiling.choices import choose_measurement, computed_profile
 
     output, assumptions = options.output, Assumptions()
     _refuse_two_documents(output, options.json)
-    if options.samples is None and str(output) != "-":
-        options = replace(options, samples=output.with_suffix(".samples.jsonl"))
     if options.from_samples is not None:
         from fcp_cli.profiling.fits import profile_from_samples
         from fcp_cli.profiling.samples import read_samples
 
         samples = read_samples(options.from_samples)
-        found, failure = profile_from_samples(samples, request=options.recipe, sync=asked_sync(options)), None
+        found, failure = profile_from_samples(samples, request=options.recipe), None
     elif options.analytic:
         found, failure = computed_profile(options, assumptions), None
     else:
-        measurement = choose_measurement(options, assumptions)
+        path = (_OUTPUT if str(output) == "-" else output).with_suffix(".samples.jsonl")
+        measurement = choose_measurement(options, path, assumptions)
         if options.nodes > 1:
-            _print_cluster_command(measurement, output, options.fresh)
+            _print_cluster_command(measurement, output)
             return
         found, failure = _measured(measurement, options, assumptions)
     _finish(found, output, options.json, assumptions)
@@ -173,15 +172,15 @@ def _measured(
 
     assumptions.report()
     assumptions.assumed.clear()
-    if prepare_samples(measurement, fresh=options.fresh):
-        note(f"continuing the measurement in {measurement.samples}; --fresh starts over")
+    if prepare_samples(measurement):
+        note(f"continuing the measurement in {measurement.samples}; remove it to start over")
     try:
         samples, failure = _run_with_bar(measurement)
     except KeyboardInterrupt:
         note(f"the measurements so far are in {measurement.samples}; the same command continues from there")
         raise
     try:
-        found = profile_from_samples(samples, request=options.recipe, sync=measurement.sync)
+        found = profile_from_samples(samples, request=options.recipe)
     except ProfileError as error:
         raise ProfileError(failure or str(error)) from error
     return found, failure
@@ -219,12 +218,12 @@ def job_environment(measurement: Measurement) -> dict[str, str]:
     return set_by_fcp(variables)
 
 
-def _print_cluster_command(measurement: Measurement, output: Path, fresh: bool) -> None:
+def _print_cluster_command(measurement: Measurement, output: Path) -> None:
     from fcp_cli.profiling.measure import cluster_command
     from fcp_cli.profiling.samples import prepare_samples
 
     request, samples = output.with_suffix(".request.json"), measurement.samples
-    prepare_samples(measurement, fresh=fresh)
+    prepare_samples(measurement)
     measurement.write(request)
     note(f"wrote {request} and {samples}; run this on each of {measurement.nodes} nodes, NODE_RANK 0 being")
     note(f"MASTER_ADDR, with this folder on shared storage; then: fcp profile --from-samples {samples}")

@@ -1,130 +1,47 @@
-"""Checks that hooked functions exist and take the expected arguments before an integration hooks them."""
+"""Tables by which integrations refuse: signatures of a framework's hooked functions, and unsupported settings."""
 
 from __future__ import annotations
 
 import inspect
-import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from fcp_cli.errors import RunError
 
+Signatures: TypeAlias = Mapping[str, Sequence[str]]
+"""A name of a module, or Class.method -> parameters passed to it by name."""
+Refusals: TypeAlias = Iterable[tuple[bool, str]]
+"""Conditions under which a plan cannot be followed, each with the sentence that says why and what to change."""
 
-def require(module: ModuleType, path: str, parameters: Sequence[str], *, found: str, advice: str) -> None:
-    """Raise RunError unless `path` (a name, or Class.method) is in the module and takes these parameters.
+
+def refuse(*tables: Refusals) -> None:
+    """Raise RunError with the sentence of the first condition that holds."""
+    for table in tables:
+        for is_refused, sentence in table:
+            if is_refused:
+                raise RunError(sentence)
+
+
+def require(module: ModuleType, wanted: Signatures, *, found: str, advice: str) -> None:
+    """Raise RunError unless a module has these names, and they take these parameters.
 
     Args:
         found: package of the module, with its version.
         advice: versions known to work.
     """
-    target: Any = module
-    for name in path.split("."):
-        target = getattr(target, name, None)
-    if target is None:
-        raise RunError(f"{found} has no {module.__name__}.{path}; {advice}")
-    taken = inspect.signature(target).parameters if parameters else {}  # properties have none
-    for name in parameters:
-        if name not in taken:
-            raise RunError(f"{found}: {module.__name__}.{path} takes no {name}; {advice}")
-
-
-def require_all(
-    module: ModuleType,
-    wanted: Iterable[tuple[str, Sequence[str]]],
-    *,
-    package: str,
-    found: str,
-    versions: Sequence[str],
-) -> None:
-    """Require each (path, parameters) of a module.
-
-    Args:
-        package: pip package.
-        found: its name, with its version.
-        versions: versions known to work, the newest last.
-    """
-    for path, parameters in wanted:
-        require(module, path, parameters, found=found, advice=advice(package, versions))
+    for path, parameters in wanted.items():
+        target: Any = module
+        for name in path.split("."):
+            target = getattr(target, name, None)
+        if target is None:
+            raise RunError(f"{found} has no {module.__name__}.{path}; {advice}")
+        taken = inspect.signature(target).parameters if parameters else {}  # properties have none
+        for name in parameters:
+            if name not in taken:
+                raise RunError(f"{found}: {module.__name__}.{path} takes no {name}; {advice}")
 
 
 def advice(package: str, versions: Sequence[str]) -> str:
-    """Return the advice for an unsupported version of a package."""
+    """Return the advice for an unsupported version of a package; `versions` are known to work, the newest last."""
     return f"versions known to work: {', '.join(versions)}; pip install {package}=={versions[-1]}"
-
-
-# Disables sequence packing in frameworks around transformers' Trainer: under a plan, the plan packs sequences.
-
-
-def unpack_llama_factory(parser: ModuleType) -> None:
-    """Disable `packing` (on by default in pretraining) and `neat_packing` in `llamafactory.hparams.parser`."""
-    require(parser, "get_train_args", ("args",), found="this LLaMA-Factory", advice="version known to work: 0.9.5")
-    own = parser.get_train_args
-
-    @wraps(own)
-    def get_train_args(*args: Any, **kwargs: Any) -> Any:
-        found = own(*args, **kwargs)
-        model, data = found[:2]
-        _turn_off("LLaMA-Factory", data, ("neat_packing", "packing"), ("cutoff_len",))
-        model.block_diag_attn = False
-        return found
-
-    parser.get_train_args = get_train_args  # type: ignore[attr-defined]
-
-
-def unpack_swift(sft_args: ModuleType) -> None:
-    """Disable `packing` in the arguments of `swift.arguments.sft_args`."""
-    require(sft_args, "SftArguments.__post_init__", (), found="this ms-swift", advice="version known to work: 4.6.0")
-    _before_post_init(sft_args.SftArguments, "ms-swift", ("packing",), ("packing_length", "max_length"))
-
-
-def unpack_trl(sft_config: ModuleType) -> None:
-    """Disable `packing` in `trl.trainer.sft_config`."""
-    require(sft_config, "SFTConfig.__post_init__", (), found="this TRL", advice="version known to work: 1.16.0")
-    _before_post_init(sft_config.SFTConfig, "TRL", ("packing",), ("max_length",))
-
-
-def unpack_axolotl(config: ModuleType) -> None:
-    """Disable `sample_packing` and metrics summed over ranks in `axolotl.utils.config.validate_config`."""
-    require(config, "validate_config", ("cfg",), found="this axolotl", advice="version known to work: 0.19.0")
-    own = config.validate_config
-
-    @wraps(own)
-    def validate_config(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        _turn_off("axolotl", cfg, ("sample_packing",), ("sequence_len",))
-        cfg.eval_sample_packing = cfg.include_tkps = False  # ranks have different numbers of micro-batches
-        return own(cfg, *args, **kwargs)
-
-    config.validate_config = validate_config  # type: ignore[attr-defined]
-
-
-def replaced_packing() -> int | None:
-    """Return the tokens per packed sequence of the packing disabled last, 0 if unknown; None if none was disabled."""
-    return _replaced[-1] if _replaced else None
-
-
-_replaced: list[int] = []
-
-
-def _before_post_init(kind: Any, framework: str, names: Sequence[str], lengths: Sequence[str]) -> None:
-    own: Callable[..., None] = kind.__post_init__
-
-    @wraps(own)
-    def __post_init__(self: Any) -> None:
-        _turn_off(framework, self, names, lengths)
-        own(self)
-
-    kind.__post_init__ = __post_init__
-
-
-def _turn_off(framework: str, settings: Any, names: Sequence[str], lengths: Sequence[str]) -> None:
-    asked = [name for name in names if getattr(settings, name, False)]
-    for name in asked:
-        setattr(settings, name, False)
-    if asked:
-        _replaced.append(next((int(given) for name in lengths if (given := getattr(settings, name, None))), 0))
-    if asked and os.environ.get("RANK", "0") == "0":
-        line = f"fcp: {framework}'s {asked[0]} is off: the plan packs, and batch sizes count sequences"
-        print(line, file=sys.stderr, flush=True)

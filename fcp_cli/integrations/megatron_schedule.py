@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fcp_cli.integrations.megatron.follow import Follower
-    from fcp_cli.integrations.megatron.model import Stack
+    from fcp_cli.integrations.megatron.model import MegatronStack
 
 _HOOKED = "get_forward_backward_func"
 
@@ -64,7 +64,7 @@ def hook_schedules(schedules: ModuleType) -> None:
     setattr(schedules, _HOOKED, get_planned_schedule)
 
 
-def _make_stack(is_under_mindspeed: bool, model: Any) -> Stack:
+def _make_stack(is_under_mindspeed: bool, model: Any) -> MegatronStack:
     if is_under_mindspeed:
         from megatron.core.utils import get_model_config
 

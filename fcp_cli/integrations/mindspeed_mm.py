@@ -14,16 +14,17 @@ from typing import Any
 import torch
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.base import require
+from fcp_cli.integrations.base import Refusals, refuse, require
 from fcp_cli.plan.metadata import PlanMetadata
 
 _FOUND, _ADVICE = "this MindSpeed-MM", "version known to work: master of 2026-08"
+_OWN_GROUPS = "the plan makes the groups: set it to 1"
 _STEPS = "_fcp_steps"
 
 
 def hook_sharding(torch_parallelize: ModuleType) -> None:
     """Hook `mindspeed_mm.fsdp.distributed.torch_parallelize`, through which every model is sharded."""
-    require(torch_parallelize, "ParallelApplier.__call__", ("model",), found=_FOUND, advice=_ADVICE)
+    require(torch_parallelize, {"ParallelApplier.__call__": ("model",)}, found=_FOUND, advice=_ADVICE)
     kind: Any = torch_parallelize.ParallelApplier
     shard = kind.__call__
 
@@ -37,8 +38,8 @@ def hook_sharding(torch_parallelize: ModuleType) -> None:
 
 def hook_engine(train_engine: ModuleType) -> None:
     """Hook `mindspeed_mm.fsdp.train.train_engine`; a subclass that overrides the step keeps its own."""
-    for name, parameters in (("train_step", ("self", "train_dataloader_iter")), ("evaluate", ("self",))):
-        require(train_engine, f"TrainEngine.{name}", parameters, found=_FOUND, advice=_ADVICE)
+    wanted = {"TrainEngine.train_step": ("self", "train_dataloader_iter"), "TrainEngine.evaluate": ("self",)}
+    require(train_engine, wanted, found=_FOUND, advice=_ADVICE)
     kind: Any = train_engine.TrainEngine
     run_step, evaluate = kind.train_step, kind.evaluate
 
@@ -89,9 +90,7 @@ def _planned_steps(engine: Any) -> Any:
     from fcp_cli.runtime.plan_agreement import require_training
     from fcp_cli.runtime.session import start
 
-    for name, is_refused, instead in _refusals(engine.args):
-        if is_refused:
-            raise RunError(f"MindSpeed-MM's {name} cannot follow a plan; {instead}")
+    refuse(_refusals(engine.args))
     session = start(plan_path(None), device=next(engine.model.parameters()).device)
     require_training(session.metadata, session.plan, "MindSpeed-MM")
     check_global_batch(session.metadata, engine.args.training.global_batch_size, "training.global_batch_size")
@@ -103,18 +102,20 @@ def _planned_steps(engine: Any) -> Any:
     return session.steps(engine.model, first_step=engine.iteration)
 
 
-def _refusals(args: Any) -> list[tuple[str, bool, str]]:
-    parallel, own = args.parallel, "the plan makes the groups: set it to 1"
-    return [
-        ("parallel.ring_attention_size above 1", parallel.ring_attention_size != 1, own),
-        ("parallel.ulysses_parallel_size above 1", parallel.ulysses_parallel_size != 1, own),
-        ("expert parallelism", parallel.expert_parallel_size != 1, "set parallel.expert_parallel_size to 1"),
+def _refusals(args: Any) -> Refusals:
+    parallel = args.parallel
+    settings = (
+        (parallel.ring_attention_size != 1, "parallel.ring_attention_size above 1", _OWN_GROUPS),
+        (parallel.ulysses_parallel_size != 1, "parallel.ulysses_parallel_size above 1", _OWN_GROUPS),
+        (parallel.expert_parallel_size != 1, "expert parallelism", "set parallel.expert_parallel_size to 1"),
         (
-            "router loss",
             args.features.loss_cfg.router_aux_loss_coef > 0,
+            "router loss",
             "it is made of one rank's tokens: set features.loss_cfg.router_aux_loss_coef to 0",
         ),
-    ]
+    )
+    for is_refused, name, instead in settings:
+        yield is_refused, f"MindSpeed-MM's {name} cannot follow a plan; {instead}"
 
 
 def _run(engine: Any, steps: Any) -> dict[str, float]:

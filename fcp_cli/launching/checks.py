@@ -15,15 +15,16 @@ from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError
 from fcp_cli.launching import memory_check, software
 from fcp_cli.launching.commands import path_of_python
-from fcp_cli.launching.environment import COMMUNICATORS, HCCL_BUFFERS, HCCL_PORTS, wants_one_queue
+from fcp_cli.launching.environment import COMMUNICATORS, HCCL_BUFFERS, HCCL_PORTS
 from fcp_cli.launching.job import THIS_MACHINE, Job, planned_cluster
 from fcp_cli.launching.memory_check import job_memory
-from fcp_cli.launching.software import LaunchFinding, error, number, warning
+from fcp_cli.launching.software import error, number, warning
 from fcp_cli.memory.items import RESERVE_FRACTION
 from fcp_cli.models.cluster import known_cluster
 from fcp_cli.models.model import known_model, load_model
 from fcp_cli.plan.replan_command import plan_again
 from fcp_cli.util import network
+from fcp_cli.util.findings import Finding
 from fcp_cli.util.machine import VISIBLE_DEVICES, Facts, collect_facts, has_driver_files
 from fcp_cli.util.network import is_loopback
 
@@ -35,7 +36,7 @@ _HCCL_SHARE = 0.1  # share of device memory that communication buffers may take 
 _REPLICAS_APART = "--use-tp-pp-dp-mapping"
 
 
-def node_size(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def node_size(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that a node holds as many ranks as planned, so that rings planned inside a node stay inside it.
 
     Megatron numbers processes stage by stage; with --use-tp-pp-dp-mapping, the stages of a rank are adjacent.
@@ -52,7 +53,7 @@ def node_size(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
 
 
-def profile_model(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that the plan's times and token budget are for the model that runs."""
     profile = job.profile
     if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
@@ -67,7 +68,7 @@ def profile_model(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
 
 
-def planned_machine(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def planned_machine(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that the plan's times are for this kind of device."""
     planned = planned_cluster(job.metadata)
     if planned in ("", "unknown", THIS_MACHINE) or job.stack == "unknown":
@@ -90,7 +91,7 @@ def _other_recipe(job: Job) -> str:
     return "" if followed == planned else f", and train as {followed.describe()}, not as {planned.describe()}"
 
 
-def token_budget(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that a plan without a recipe fits into a device, by the memory block of its cost profile.
 
     `memory.rank_memory` covers plans with a recipe. Without --model, a script's model defaults to the plan's, as the
@@ -113,7 +114,7 @@ def token_budget(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     )
 
 
-def hccl_buffers(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def hccl_buffers(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check HCCL's buffer memory: each communicator takes two buffers of HCCL_BUFFSIZE MB per device."""
     size, capacity = number(facts, "HCCL_BUFFSIZE"), facts.device_memory_bytes
     if job.stack != "npu" or size is None or not capacity:
@@ -133,7 +134,7 @@ def hccl_buffers(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
 
 
-def open_files(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def open_files(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check the open file limit: every rank has sockets to all others."""
     processes = job.num_nodes * job.processes_per_node
     needed = _OPEN_FILES_BESIDE + _OPEN_FILES_PER_RANK * processes
@@ -162,12 +163,12 @@ def _knows_memory(profile: CostProfile, job: Job) -> bool:
     return job.stack != "cpu" and is_this and profile.memory.bytes_per_token > 0
 
 
-# Checks for environment variables that slow down or break a job.
+# Checks for environment variables that break a job.
 
 _LEAST_CONNECT_SECONDS = 300
 
 
-def hccl_timeouts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def hccl_timeouts(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that HCCL timeouts are long enough for start-up and for stragglers."""
     if job.stack != "npu":
         return
@@ -184,29 +185,7 @@ def hccl_timeouts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
 
 
-def device_connections(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check CUDA_DEVICE_MAX_CONNECTIONS, which Ascend also uses."""
-    value = facts.variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if job.stack not in ("cuda", "npu") or value is None:
-        return
-    is_one_wanted = wants_one_queue(job) is not None
-    if value == "1" and not is_one_wanted:
-        yield warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts a device's streams into one line, where rings, reductions and gathers "
-            "wait for each other; only Megatron's tensor parallelism needs it: unset it"
-        )
-    if value != "1" and is_one_wanted:
-        yield warning(f"CUDA_DEVICE_MAX_CONNECTIONS={value} breaks the order that Megatron overlaps in; export 1")
-
-
-def blocking_launches(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check for blocking kernel launches, a slow debugging mode."""
-    name = {"cuda": "CUDA_LAUNCH_BLOCKING", "npu": "ASCEND_LAUNCH_BLOCKING"}.get(job.stack, "")
-    if facts.variables.get(name) == "1":
-        yield warning(f"{name}=1 makes every kernel wait for the one before, so no hop is hidden; unset it")
-
-
-def visible_devices(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def visible_devices(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that each process has a visible device."""
     name = VISIBLE_DEVICES.get(job.stack, "")
     value = facts.variables.get(name)
@@ -220,20 +199,7 @@ def visible_devices(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
 
 
-def thread_count(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check that CPU ranks together have at most twice as many threads as cores."""
-    threads = number(facts, "OMP_NUM_THREADS")
-    if job.stack != "cpu" or threads is None or facts.machine is None:
-        return
-    total = threads * job.processes_per_node
-    if total > 2 * facts.machine.num_cores and threads > 1:
-        yield warning(
-            f"OMP_NUM_THREADS={threads:.0f} x {job.processes_per_node} ranks = {total:.0f} threads on "
-            f"{facts.machine.num_cores} cores; unset it to let fcp share the cores"
-        )
-
-
-def backend_autoload(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def backend_autoload(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that torch autoloads torch_npu, which Ascend devices require."""
     if job.stack == "npu" and facts.variables.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield warning(
@@ -251,7 +217,7 @@ _INTERFACE_VARIABLES = {
 }
 
 
-def master_address(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def master_address(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that --master-addr is node 0's address, as seen from every node."""
     where = f"--master-addr {job.master_addr}"
     if job.num_nodes > 1 and (job.master_addr == "localhost" or is_loopback(job.master_addr)):
@@ -282,7 +248,7 @@ def master_address(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
 
 
-def master_port(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def master_port(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that node 0 can listen on the master port."""
     if job.num_nodes == 1 or job.node_rank != 0:
         return
@@ -291,11 +257,9 @@ def master_port(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
             f"--master-port {job.master_port} of {facts.host} is {facts.port_problem}; give all nodes another one, "
             f"or find who has it with: ss -ltnp 'sport = :{job.master_port}'"
         )
-    elif job.master_port < 1024:
-        yield warning(f"--master-port {job.master_port} is one that only root may use; give one from 1024 to 32767")
 
 
-def hccl_ports(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def hccl_ports(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that the rendezvous port is not one of HCCL's."""
     base = number(facts, "HCCL_IF_BASE_PORT")
     if job.stack == "npu" and base is not None and base <= job.master_port < base + HCCL_PORTS:
@@ -305,7 +269,7 @@ def hccl_ports(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
 
 
-def hosts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def hosts(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that the host list has no duplicates, contains this node, and starts with node 0."""
     if not job.hosts:
         return
@@ -328,7 +292,7 @@ def hosts(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
 
 
-def interfaces(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def interfaces(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that communication libraries use existing network interfaces that reach the other nodes."""
     if job.num_nodes == 1 or job.node_rank is None:
         return
@@ -364,7 +328,7 @@ def _matching(value: str, known: Sequence[str]) -> list[str]:
     return [interface for interface in known if is_meant(interface) != excludes]
 
 
-def slurm_nodes(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def slurm_nodes(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that a job in a Slurm allocation uses all its nodes."""
     allocated = number(facts, "SLURM_NNODES")
     if allocated is not None and job.node_rank is not None and allocated != job.num_nodes:
@@ -373,8 +337,6 @@ def slurm_nodes(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
             f"{allocated:.0f}, or submit with --nodes={job.num_nodes}"
         )
 
-
-__all__ = ["CHECKS", "LaunchFinding", "check_launch", "collect_job_facts"]
 
 CHECKS = (
     master_address,
@@ -392,10 +354,7 @@ CHECKS = (
     hccl_buffers,
     open_files,
     hccl_timeouts,
-    device_connections,
-    blocking_launches,
     visible_devices,
-    thread_count,
     backend_autoload,
     software.cann,
     software.torch_versions,
@@ -409,7 +368,7 @@ CHECKS = (
 _WAY_SECONDS = 10.0
 
 
-def check_launch(job: Job, facts: Facts) -> list[LaunchFinding]:
+def check_launch(job: Job, facts: Facts) -> list[Finding]:
     """Return all findings, errors first."""
     found = [finding for check in CHECKS for finding in check(job, facts)]
     return sorted(found, key=lambda finding: finding.severity)

@@ -7,16 +7,15 @@ unknown before the rendezvous.
 
 from __future__ import annotations
 
-import ast
 import os
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
 from fcp_cli import runtime
-from fcp_cli.errors import RunError, UsageError
+from fcp_cli.errors import RunError
 from fcp_cli.launching.job import (
     METRICS_VARIABLE,
     PLAN_VARIABLE,
@@ -27,10 +26,9 @@ from fcp_cli.launching.job import (
     join,
     variable,
 )
-from fcp_cli.launching.request import LOCAL, LaunchRequest
-from fcp_cli.runs.run_dir import JobFile, LaunchRecord, NodeCommand, RunPaths, from_here, has_followed
-from fcp_cli.training.settings import TrainSettings
-from fcp_cli.util.console import Assumptions
+from fcp_cli.launching.program import through_entry, without_entry
+from fcp_cli.launching.request import LOCAL
+from fcp_cli.runs.run_dir import LaunchRecord, RunPaths, from_here, has_followed
 from fcp_cli.util.processes import torchrun_argv
 
 # Start-up timeout of nodes unless --join-timeout is given; msrun's default.
@@ -128,55 +126,22 @@ def shell_command(job: Job, *, node_rank: int = 0) -> str:
     return join(["env", *settings, *node_argv(job, node_rank=node_rank)])
 
 
-# Injects fcp's hooks into a user's script: through the runtime's entry point, or through the environment.
-
-ENTRY = ("-m", "fcp_cli.runtime")
-"""Entry point that prepares the rank and runs the program after `--`."""
+# Hooks in a command that starts its own ranks, by its environment.
 
 # Folder with a sitecustomize.py, which Python runs at start-up if the folder is on PYTHONPATH.
 _SITE = Path(runtime.__file__).parent / "site"
 
 
-def through_entry(program: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (program, arguments) for the launcher to run `program` with hooks."""
-    return ENTRY, ("--", *program)
-
-
-def without_entry(words: Sequence[str]) -> list[str]:
-    """Undo `through_entry`: return the user's program and arguments as one list."""
-    start = len(ENTRY) + 1
-    return list(words[start:] if tuple(words[:start]) == (*ENTRY, "--") else words)
-
-
-def is_mindspore_script(script: Path) -> bool:
-    """Return whether a script imports MindSpore but not torch; False if it cannot be parsed."""
-    try:
-        tree = ast.parse(script.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return False
-    imported = {name.partition(".")[0] for node in ast.walk(tree) for name in _imported_by(node)}
-    return "mindspore" in imported and "torch" not in imported
-
-
-def _imported_by(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-
-
-def probe_variable(wanted: bool | None, *, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
+def probe_variable(*, run_dir: Path, plan_hash: str, given: Mapping[str, str]) -> Variable:
     """Return the variable that enables the probe, a numeric comparison before the first step.
 
     Args:
-        wanted: True for --probe, False for --no-probe, None: in a plan's first run.
         run_dir: run directory, whose record tells whether it has followed this plan before.
         plan_hash: hash of the plan.
         given: the user's environment.
     """
     value, source, is_given = given.get(PROBE_VARIABLE), "your environment", True
-    if wanted is not None:
-        value, source, is_given = str(int(wanted)), "--probe" if wanted else "--no-probe", False
-    elif value is None:
+    if value is None:
         is_first = not has_followed(run_dir, plan_hash)
         source = (
             "the first run of this plan in the run directory"
@@ -211,47 +176,6 @@ def become(argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
         ) from error
 
 
-# The user's program after `--`, and the program that the launcher runs for it.
-
-
-def started_program(request: LaunchRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (program, arguments) for the launcher: the user's program, through the hooks' entry point if injected."""
-    program = _program(request)
-    arguments = request.program[len(program) :]
-    return (program, arguments) if request.inject == "none" else through_entry((*program, *arguments))
-
-
-def program_name(request: LaunchRequest) -> str:
-    """Return the program's name, after which its run directory is named."""
-    return Path(_program(request)[-1]).stem
-
-
-def is_mindspore(request: LaunchRequest) -> bool:
-    """Return whether the program is a MindSpore script, whose ranks do not need torch."""
-    return bool(request.program) and is_mindspore_script(Path(request.program[0]))
-
-
-def for_mindspore(request: LaunchRequest, assumed: Assumptions) -> LaunchRequest:
-    """Disable injection, since msrun's scheduler process also runs the script; raise UsageError under torchrun."""
-    script = request.program[0]
-    if request.launcher != "msrun":
-        raise UsageError(f"{script} imports mindspore, whose ranks meet only under msrun; add --launcher msrun")
-    if request.inject != "none":
-        assumed.assume("--inject", "none", f"{script} imports mindspore, and msrun's scheduler has to run it, too")
-    return replace(request, inject="none")
-
-
-def _program(request: LaunchRequest) -> tuple[str, ...]:
-    first, *rest = request.program
-    if first == "-m":
-        if not rest:
-            raise UsageError("-m after -- needs the name of a module")
-        return ("-m", rest[0])
-    if first.startswith("-"):
-        raise UsageError(f"after -- comes a script or '-m MODULE', not {first}; the trainer's options go before --")
-    return (first,)
-
-
 # Launch record of a job: printed by `--json`, and stored in the run directory.
 
 # Settings recorded elsewhere, or specific to one start.
@@ -266,6 +190,7 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
         files: texts of the files of a cluster job, by name; a local job records node commands instead.
     """
     settings = job.settings
+    names = () if settings is None else tuple(map(str, settings.manifest))
     started = [job.started_on(node) for node in range(job.num_nodes)] if job.target == LOCAL else []
     training = None
     if settings is not None:  # a resumed run inherits all non-default settings
@@ -278,7 +203,7 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
         num_ranks=job.metadata.num_ranks,
         run_dir=str(job.run_dir),
         model=job.model,
-        manifest=_manifest_of(settings),
+        manifest=names if len(names) > 1 else next(iter(names), None),
         training=training,
         program=list(job.program) if settings is not None else without_entry([*job.program, *job.arguments]),
         target=job.target,
@@ -287,16 +212,11 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
         processes_per_node=job.processes_per_node,
         environment=job.job_environment(),
         commands=[
-            NodeCommand(node=node, argv=node_argv(each, node_rank=node), shell=shell_command(each, node_rank=node))
+            {"node": node, "argv": node_argv(each, node_rank=node), "shell": shell_command(each, node_rank=node)}
             for node, each in enumerate(started)
         ],
-        files=[JobFile(name=name, text=text) for name, text in files.items()],
+        files=[{"name": name, "text": text} for name, text in files.items()],
     )
-
-
-def _manifest_of(settings: TrainSettings | None) -> str | tuple[str, ...] | None:
-    names = () if settings is None else tuple(map(str, settings.manifest))
-    return names if len(names) > 1 else next(iter(names), None)
 
 
 def again_command(job: Job) -> str:

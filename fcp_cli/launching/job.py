@@ -61,29 +61,6 @@ class Variable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """Fields of a job that only cluster targets need.
-
-    Attributes:
-        name: job name; lower-case letters, digits and dashes, starting with a letter.
-        directory: working directory of the program.
-        interface_variables: names of variables that each node sets to its network interface.
-        namespace: Kubernetes namespace; "": kubectl's current one.
-        output: folder for the batch script's output under Slurm; None: the run's logs.
-        record: launch record that node 0 copies to the run directory; None: it is already there.
-        values: template variables set by options; see docs/reference/templates.md.
-    """
-
-    name: str
-    directory: Path
-    interface_variables: tuple[str, ...] = ()
-    namespace: str = ""
-    output: Path | None = None
-    record: Path | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """A job: program, machines, processes and output folders.
 
@@ -112,8 +89,10 @@ class Job:
         log_dir: folder for the ranks' output; None: the terminal.
         python: interpreter of launcher and ranks.
         launcher: program that starts the ranks of a node.
-        target: a name of `targets.catalog.REGISTRY`.
-        cluster: fields for cluster targets; None for `LOCAL`.
+        target: a name of `targets.REGISTRY`.
+        directory: working directory of the program on a cluster.
+        output: folder that gets the files of a cluster job, instead of the run directory.
+        values: template variables set by options; see docs/reference/templates.md.
         online: settings of a script that plans online; None: it follows a plan.
         planning: options of the plan that the script requests itself; None: there is a plan, or it plans online.
     """
@@ -144,7 +123,9 @@ class Job:
     python: str = sys.executable
     launcher: Launcher = "torchrun"
     target: str = LOCAL
-    cluster: Cluster | None = None
+    directory: Path = field(default_factory=Path.cwd)
+    output: Path | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
     online: OnlineSettings | None = None
     planning: PlanningWish | None = None
 
@@ -214,6 +195,11 @@ class Job:
             number += 1
         quiet = () if self.settings is None else ("--quiet",)
         return replace(self, log_dir=log_dir, arguments=(*self.arguments, *quiet))
+
+
+def is_assumed(metadata: PlanMetadata) -> bool:
+    """Return whether the plan is only assumed: a real plan has a hash."""
+    return not metadata.plan_hash
 
 
 def unmade_plan(*, ranks: int, ranks_per_node: int, sync: Sync = "iteration", tokens_per_rank: int = 1) -> PlanMetadata:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -14,9 +14,8 @@ import numpy as np
 
 from fcp_cli.cost.recipe import Recipe, RecipeRequest, flag_words, recipe_to_follow
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.assumed_plan import is_assumed
-from fcp_cli.launching.job import Job
-from fcp_cli.launching.software import LaunchFinding, error, warning
+from fcp_cli.launching.job import Job, is_assumed
+from fcp_cli.launching.software import error, warning
 from fcp_cli.memory.fitting import JobRanks, fitting_recipe, sharing_ranks
 from fcp_cli.memory.items import RESERVE_FRACTION, RankMemory
 from fcp_cli.memory.rank import as_needed_bytes, saved_bytes
@@ -27,6 +26,7 @@ from fcp_cli.plan.rings import PeerCount
 from fcp_cli.plan.setup import RankShape, held_tokens
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.util.console import new_table
+from fcp_cli.util.findings import Finding
 from fcp_cli.util.machine import Facts
 from fcp_cli.util.validation import fields_of
 from fcp_cli.util.words import counted
@@ -186,7 +186,7 @@ def _device_bytes(job: Job, facts: Facts) -> float:
     return job.profile.memory.capacity_bytes / (1 - RESERVE_FRACTION)
 
 
-def rank_memory(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def rank_memory(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that a rank fits into memory.
 
     On CPUs, only the model state counts, not the token budget: users try out plans of large models with small ones.
@@ -213,7 +213,7 @@ def rank_memory(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
     )
 
 
-def host_copies(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def host_copies(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that a node has memory for host copies of checkpoints, which stay allocated between saves.
 
     State on accelerators is always copied, state on CPUs only for background saves.
@@ -258,7 +258,6 @@ def _model_words(job: Job, spec: ModelSpec) -> list[str]:
 
 def check_recipe_of_plan(job: Job, settings: TrainSettings) -> None:
     """Raise UsageError if the settings differ from the recipe for which the plan was priced."""
-    job = replace(job, settings=settings, model=settings.model)
     metadata, device = job.metadata, job.machine.device
     if metadata.phase == "forward":
         raise UsageError(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from fcp_cli.cost.recipe import KernelChoice
 from fcp_cli.training.settings import Device, TrainSettings
-from fcp_cli.util.options import MOST_AHEAD, MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST_WAIT, Arg, Opt, OptionGroup
+from fcp_cli.util.options import MOST_RANKS, MOST_ROWS, MOST_TOKENS, MOST_WAIT, Arg, Opt, OptionGroup
 
 Launcher: TypeAlias = Literal["torchrun", "msrun"]
 """Program that starts the ranks of a node."""
@@ -19,9 +19,6 @@ NumaBinding: TypeAlias = Literal["node", "socket", "exclusive", "core-complex"]
 """torchrun's CPU binding: cores of a NUMA node or socket, an exclusive share, or cores with a shared cache."""
 LOCAL: Final = "local"
 """Target for jobs on this machine."""
-
-STREAM_OPTIONS: Final = ("ahead", "stream_begins", "refit_every")
-"""Options of `--online` stored in its settings."""
 
 CLUSTERS: Final = "On a cluster"
 """Title of the options for cluster jobs."""
@@ -60,7 +57,6 @@ class ClusterOptions:
     python: Annotated[str | None, Opt("Interpreter on the nodes.", metavar="PATH", unset="this one", trust="runs")] = (
         None
     )
-    job_name: Annotated[str | None, Opt("Name of the job.", unset="the run directory's")] = None
     hostfile: Annotated[Path | None, Opt("Nodes, one per line, node 0 first.", trust="runs", group="ssh and Slurm")] = (
         None
     )
@@ -76,47 +72,13 @@ class ClusterOptions:
         Opt(
             "Container image with fcp, torch and your code; Kubernetes needs one.",
             trust="runs",
-            group="containers and Kubernetes",
+            group="containers",
         ),
     ] = None
     mount: Annotated[
         tuple[str, ...],
         Opt("Volume of a container, e.g. CLAIM:/path; repeatable.", metavar="CLAIM:PATH", trust="runs"),
     ] = ()
-    namespace: Annotated[str | None, Opt("Namespace of the job on Kubernetes.", unset="kubectl's")] = None
-    request: Annotated[
-        tuple[str, ...], Opt("Resource request of each pod, e.g. cpu=32; repeatable.", metavar="NAME=N")
-    ] = ()
-    node_selector: Annotated[
-        tuple[str, ...], Opt("Label of the nodes to run on; repeatable.", metavar="KEY=VALUE")
-    ] = ()
-    toleration: Annotated[
-        tuple[str, ...],
-        Opt("Taint that pods tolerate; repeatable.", metavar="KEY=VALUE:EFFECT"),
-    ] = ()
-    env_secret: Annotated[
-        tuple[str, ...],
-        Opt("Variable that Kubernetes reads from a secret; repeatable.", metavar="NAME=SECRET:KEY", trust="runs"),
-    ] = ()
-    pull_secret: Annotated[
-        tuple[str, ...], Opt("Secret to pull the image with; repeatable.", metavar="NAME", trust="runs")
-    ] = ()
-    rdma_resource: Annotated[
-        str | None, Opt("RDMA devices of each node, e.g. rdma/hca=1.", metavar="NAME=N", unset="none: TCP")
-    ] = None
-    host_network: Annotated[bool, Opt("Use the node's own network in containers.", trust="runs")] = False
-    shm_size: Annotated[
-        str | None, Opt("Size of a container's /dev/shm, e.g. 64Gi.", metavar="SIZE", unset="the node's memory")
-    ] = None
-    accelerator: Annotated[
-        str | None,
-        Opt(
-            "Name of the accelerator in SkyPilot or dstack.",
-            metavar="NAME",
-            unset="that of the plan's cluster",
-            group="SkyPilot and dstack",
-        ),
-    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +88,7 @@ class LaunchRequest:
     Attributes:
         program: script and arguments, or `-m`, module and arguments; (): the bundled trainer.
         training: settings of the bundled trainer as given, by field of `TrainSettings`.
-        preflight, explain, json, output, force: actions in addition to, or instead of, starting the job.
+        preflight, explain, json, output: actions in addition to, or instead of, starting the job.
     """
 
     program: Annotated[
@@ -187,14 +149,6 @@ class LaunchRequest:
         Inject | None,
         Opt("How your script is made to follow the plan.", unset="entry", group="A script of your own"),
     ] = None
-    probe: Annotated[
-        bool | None,
-        Opt(
-            "Compare attention with and without the plan before the first step of a Megatron script.",
-            negatable=True,
-            unset="in a plan's first run",
-        ),
-    ] = None
     online: Annotated[
         bool, Opt("Plan the stream of your script while it trains.", common=True, group="Plan while it trains")
     ] = False
@@ -207,17 +161,6 @@ class LaunchRequest:
     ] = None
     global_batch_tokens: Annotated[
         int | None, Opt("Maximum tokens per step of an online job.", min=1, max=MOST_TOKENS, unset="no limit")
-    ] = None
-    ahead: Annotated[int | None, Opt("Steps that an online job plans ahead.", min=0, max=MOST_AHEAD, unset="2")] = None
-    stream_begins: Annotated[
-        Literal["over", "here"] | None,
-        Opt(
-            "Where an online job's stream begins after a restart: at its first sequence, or where it stopped.",
-            unset="over",
-        ),
-    ] = None
-    refit_every: Annotated[
-        int | None, Opt("Steps between refits of an online job to its measurements.", min=1, unset="never")
     ] = None
     nodes: Annotated[
         int | None,
@@ -258,4 +201,3 @@ class LaunchRequest:
             common=True,
         ),
     ] = None
-    force: Annotated[bool, Opt("Replace existing files.")] = False

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, TypeAlias
 
 from fcp_cli.cost.recipe import Recipe
-from fcp_cli.launching.commands import interpreter_name, without_entry
+from fcp_cli.launching.commands import interpreter_name
 from fcp_cli.launching.job import Job, argument
+from fcp_cli.launching.program import without_entry
 from fcp_cli.plan.replan_command import plan_again
+from fcp_cli.util.findings import Finding
 from fcp_cli.util.machine import Facts
 from fcp_cli.util.plugins import pip_install
 from fcp_cli.util.words import counted
@@ -39,7 +41,25 @@ _OF_MEGATRON = (
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
-def cann(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def error(message: str) -> Finding:
+    """Create a finding that stops the launch."""
+    return Finding(name="launch", passed=False, lines=(message,))
+
+
+def warning(message: str) -> Finding:
+    """Create a finding that is printed without stopping the launch."""
+    return Finding(name="launch", passed=None, lines=(message,))
+
+
+def number(facts: Facts, name: str) -> float | None:
+    """Return the value of a numeric environment variable, or None if it is unset or not a number."""
+    try:
+        return float(facts.variables[name])
+    except (KeyError, ValueError):
+        return None
+
+
+def cann(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that CANN's set_env.sh was sourced, without which its libraries are not found."""
     if job.stack != "npu" or job.node_rank is None:
         return
@@ -49,7 +69,7 @@ def cann(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         yield error(f"libhccl.so is not found though ASCEND_HOME_PATH is {facts.cann_home}; run: {_SET_ENV}")
 
 
-def torch_versions(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def torch_versions(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that torch is recent enough, and that torch_npu matches it."""
     if job.node_rank is None:
         return
@@ -63,14 +83,14 @@ def torch_versions(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         yield error(f"torch_npu is not installed; run: {pip_install('npu')}")
 
 
-def transformers_version(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def transformers_version(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that transformers is recent enough for the bundled trainer."""
     found = facts.packages.get("transformers")
     if job.is_bundled and job.node_rank is not None and found is not None and _release(found) < _LEAST_TRANSFORMERS:
         yield error(f"transformers {found} is too old for the bundled trainer; run: pip install 'transformers>=5.3'")
 
 
-def msrun(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that msrun exists and runs this Python; it uses the first `python` on PATH."""
     if job.launcher != "msrun" or job.node_rank is None:
         return
@@ -88,73 +108,85 @@ def msrun(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
         )
 
 
-def pdsh(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def pdsh(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check for pdsh: MindSpeed-MM's own multi-node start hangs without it."""
     if job.stack == "npu" and job.num_nodes > 1 and not job.is_bundled and facts.programs.get("pdsh") is None:
         yield warning("pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh")
 
 
-def script_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
-    """Check a script's Megatron and MindSpeed options against the plan."""
-    for flag, key in PARALLEL_ARGUMENTS.items():
-        given, planned = _number(argument(job.arguments, flag)), getattr(job.metadata, key)
-        if given is not None and given != planned:
-            yield error(
-                f"the script has {flag} {given}, but {job.plan} was made for {planned}; plan with "
-                f"--{key.replace('_', '-')} {given}, or launch the script with the plan's"
-            )
-    yield from _layers_per_block(job)
-    yield from _megatron_arguments(job)
-    algorithm = argument(job.arguments, "--context-parallel-algo")
-    if algorithm not in (None, "megatron_cp_algo"):
-        yield error(
-            f"--context-parallel-algo {algorithm} keeps the groups of its start, so no plan can change them; use "
-            "megatron_cp_algo"
+_Given: TypeAlias = Mapping[str, Any]
+"""A script's options: numbers as int, others as text; None if missing. With `planned` and `plan` for the sentences."""
+
+_EVERY_SCRIPT: Final[tuple[tuple[Callable[[_Given], bool], str], ...]] = (
+    *(
+        (
+            lambda given, flag=flag, key=key: given[flag] not in (None, getattr(given["planned"], key)),
+            f"the script has {flag} {{given[{flag}]}}, but {{plan}} was made for {{planned.{key}}}; plan with "
+            f"--{key.replace('_', '-')} {{given[{flag}]}}, or launch the script with the plan's",
         )
-    size, length = (_number(argument(job.arguments, flag)) for flag in ("--context-parallel-size", "--seq-length"))
-    if size is not None and length is not None and size > 1 and length % (2 * size):
-        yield error(
-            f"--seq-length {length} is not divisible by 2 x --context-parallel-size {size}, which MindSpeed demands at "
-            f"its start; use {length // (2 * size) * 2 * size or 2 * size}"
-        )
+        for flag, key in PARALLEL_ARGUMENTS.items()
+    ),
+    (
+        lambda given: given["--context-parallel-algo"] not in (None, "megatron_cp_algo"),
+        "--context-parallel-algo {given[--context-parallel-algo]} keeps the groups of its start, so no plan can change "
+        "them; use megatron_cp_algo",
+    ),
+)
+"""(Condition, sentence): arguments with which a script trains wrong, or fails with words that do not say why."""
+_MEGATRON_SCRIPT: Final[tuple[tuple[Callable[[_Given], bool], str], ...]] = (
+    (
+        lambda given: (
+            given["--global-batch-size"] not in (None, given["planned"].global_batch_size)
+            and given["planned"].has_equal_batches
+        ),
+        "the script has --global-batch-size {given[--global-batch-size]}, but {plan} was made for "
+        "{planned.global_batch_size}; plan with --global-batch-size {given[--global-batch-size]}, or launch the script "
+        "with the plan's",
+    ),
+    (
+        lambda given: (given["--train-iters"] or 0) > given["planned"].end_step,
+        "the script has --train-iters {given[--train-iters]}, but {plan} ends after {steps}; plan more with "
+        "'fcp plan --epochs', or launch the script with --train-iters {planned.end_step}",
+    ),
+    (
+        lambda given: given["--rampup-batch-size"] is not None,
+        "--rampup-batch-size changes the global batch, which the plan has made; remove it",
+    ),
+    (
+        lambda given: given["--dataloader-type"] == "cyclic",
+        "--dataloader-type cyclic draws samples at random, and the plan names them; use single",
+    ),
+    (
+        # MindSpeed's ring may have any size.
+        lambda given: given["stack"] == "cuda" and (given["--context-parallel-size"] or 0) > 1,
+        "the script has --context-parallel-size {given[--context-parallel-size]}, but the plan makes the groups; use "
+        "--context-parallel-size 1",
+    ),
+    (
+        lambda given: bool((given["--attention-dropout"] or "").strip("0.")),
+        "--attention-dropout {given[--attention-dropout]} cannot be repeated by a ring; use --attention-dropout 0",
+    ),
+)
+"""The same for Megatron's own arguments: elsewhere, the names may mean something else."""
+_NUMBERS: Final = (*PARALLEL_ARGUMENTS, "--global-batch-size", "--train-iters", "--context-parallel-size")
+_TEXTS: Final = ("--context-parallel-algo", "--rampup-batch-size", "--dataloader-type", "--attention-dropout")
 
 
-def _megatron_arguments(job: Job) -> Iterator[LaunchFinding]:
-    """Check for arguments with which Megatron ranks would fail in the first step, or at the end of the plan.
+def script_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Check a script's Megatron and MindSpeed options against the plan.
 
     Missing arguments are reported for Megatron-LM's own script only, since others may set them in code.
     """
-    if not is_of_megatron(job):
-        return
-    is_its_own, metadata = is_megatrons_own(job), job.metadata
-    batch, steps = (_number(argument(job.arguments, flag)) for flag in ("--global-batch-size", "--train-iters"))
-    if batch is not None and metadata.has_equal_batches and batch != metadata.global_batch_size:
-        yield error(
-            f"the script has --global-batch-size {batch}, but {job.plan} was made for {metadata.global_batch_size}; "
-            f"plan with --global-batch-size {batch}, or launch the script with the plan's"
-        )
-    if steps is not None and steps > metadata.end_step:
-        yield error(
-            f"the script has --train-iters {steps}, but {job.plan} ends after {counted(metadata.end_step, 'step')}; "
-            f"plan more with 'fcp plan --epochs', or launch the script with --train-iters {metadata.end_step}"
-        )
-    if argument(job.arguments, "--rampup-batch-size") is not None:
-        yield error("--rampup-batch-size changes the global batch, which the plan has made; remove it")
-    if argument(job.arguments, "--dataloader-type") == "cyclic":
-        yield error("--dataloader-type cyclic draws samples at random, and the plan names them; use single")
-    degree = _number(argument(job.arguments, "--context-parallel-size"))
-    if job.stack == "cuda" and degree is not None and degree > 1:  # MindSpeed's ring may have any size
-        yield error(
-            f"the script has --context-parallel-size {degree}, but the plan makes the groups; use "
-            "--context-parallel-size 1"
-        )
-    dropout = argument(job.arguments, "--attention-dropout")
-    if dropout is not None and dropout.strip("0."):
-        yield error(f"--attention-dropout {dropout} cannot be repeated by a ring; use --attention-dropout 0")
-    if is_its_own:
-        has_loss = "--calculate-per-token-loss" in job.arguments
-        needed = [] if has_loss else ["--calculate-per-token-loss"]
-        needed += ["--attention-dropout 0"] if dropout is None else []
+    given: dict[str, Any] = {flag: _number(argument(job.arguments, flag)) for flag in _NUMBERS}
+    given |= {flag: argument(job.arguments, flag) for flag in _TEXTS}
+    given |= {"planned": job.metadata, "stack": job.stack}
+    of_plan = {"plan": job.plan, "planned": job.metadata, "steps": counted(job.metadata.end_step, "step")}
+    table = (*_EVERY_SCRIPT, *(_MEGATRON_SCRIPT if is_of_megatron(job) else ()))
+    yield from (error(text.format(given=given, **of_plan)) for is_wrong, text in table if is_wrong(given))
+    yield from _layers_per_block(job)
+    if is_megatrons_own(job):
+        needed = [] if "--calculate-per-token-loss" in job.arguments else ["--calculate-per-token-loss"]
+        needed += ["--attention-dropout 0"] if given["--attention-dropout"] is None else []
         if needed:
             yield warning(f"pretrain_gpt.py stops before its first step under a plan, unless given {' '.join(needed)}")
 
@@ -178,7 +210,7 @@ def _number(value: str | None) -> int | None:
     return int(value) if value is not None and value.isdecimal() else None
 
 
-def _layers_per_block(job: Job) -> Iterator[LaunchFinding]:
+def _layers_per_block(job: Job) -> Iterator[Finding]:
     """Check the virtual stages of a script that sets layers per virtual stage."""
     flags = (_LAYERS_PER_BLOCK, "--num-layers", "--pipeline-model-parallel-size")
     given, layers, stages = (_number(argument(job.arguments, flag)) for flag in flags)
@@ -203,35 +235,6 @@ def _release(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(part))
     return tuple(numbers)
-
-
-# Findings of checks.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchFinding:
-    """A problem and its remedy, in one line."""
-
-    severity: Literal["error", "warning"]
-    message: str
-
-
-def error(message: str) -> LaunchFinding:
-    """Create a finding that stops the launch."""
-    return LaunchFinding(severity="error", message=message)
-
-
-def warning(message: str) -> LaunchFinding:
-    """Create a finding that is printed without stopping the launch."""
-    return LaunchFinding(severity="warning", message=message)
-
-
-def number(facts: Facts, name: str) -> float | None:
-    """Return the value of a numeric environment variable, or None if it is unset or not a number."""
-    try:
-        return float(facts.variables[name])
-    except (KeyError, ValueError):
-        return None
 
 
 # Checks that a Megatron script's arguments match the recipe for which its plan was priced.
@@ -263,7 +266,7 @@ class _Difference:
     setting: tuple[str, Any] | None = None
 
 
-def recipe_arguments(job: Job, facts: Facts) -> Iterator[LaunchFinding]:
+def recipe_arguments(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check a Megatron script's arguments against the plan's recipe.
 
     Megatron's defaults apply to missing arguments of its own scripts only; other scripts may set them in code.

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.job import THIS_MACHINE, Cluster, Job, planned_cluster
+from fcp_cli.launching.job import THIS_MACHINE, Job, planned_cluster
 from fcp_cli.launching.request import LOCAL, ClusterOptions
-from fcp_cli.launching.targets import ALSO_CALLED, TARGETS, Target, job_name, target_of
+from fcp_cli.launching.targets import ALSO_CALLED, TARGETS, Target, target_of
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.util.console import Assumptions
 from fcp_cli.util.inputs import read_text
@@ -24,55 +24,16 @@ _DECISIVE = {"hostfile": "scripts", "sbatch_option": "slurm", "srun_option": "sl
 """Option -> target that it implies without --target; other options fit several targets."""
 _OF_ALL = frozenset({"template", "python", "env"})
 
-# Kubernetes names (RFC 1123).
-_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
-_MOST_NAME = 253
-_KEY = r"([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
-_VALUE = r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
-_QUANTITY = r"[0-9]+(\.[0-9]+)?(m|[kKMGTPE]i?)?"
-_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _SHAPES = {
     "--image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "the name of an image, as registry/team/fcp:1.0"),
-    "--accelerator": (r"[A-Za-z0-9][A-Za-z0-9._:-]*", "a name, as H100"),
-    "--rdma-resource": (
-        rf"(?P<name>[a-z0-9]([a-z0-9.-]*[a-z0-9])?/{_VALUE})(=(?P<count>0*[1-9][0-9]*)?)?",
-        "a resource of the nodes and how many of it, as rdma/hca=1 or nvidia.com/hostdev=8: kubectl describe node "
-        "shows them",
-    ),
-    "--request": (
-        rf"(?P<name>{_KEY})=(?P<value>{_QUANTITY})",
-        "a name and a value as Kubernetes writes them: cpu=32",
-    ),
-    "--node-selector": (
-        rf"(?P<name>{_KEY})=(?P<value>{_KEY})",
-        "a name and a value as Kubernetes writes them: gpu-type=h100",
-    ),
-    "--toleration": (
-        rf"(?P<key>{_KEY})(=(?P<value>{_VALUE}))?(:(?P<effect>{'|'.join(_EFFECTS)}))?",
-        f"KEY[=VALUE][:EFFECT] with one of {', '.join(_EFFECTS)}, as nvidia.com/gpu:NoSchedule",
-    ),
-    "--env-secret": (
-        rf"(?P<variable>[^=]*)=(?P<secret>{_SUBDOMAIN}):(?P<key>[A-Za-z0-9._-]+)",
-        "NAME=SECRET:KEY, as WANDB_API_KEY=wandb:token",
-    ),
-    "--pull-secret": (
-        rf"(?=.{{1,{_MOST_NAME}}}\Z){_SUBDOMAIN}",
-        "a name of Kubernetes: lower-case letters, digits and dashes",
-    ),
-    "--namespace": (_LABEL, "a namespace: lower-case letters, digits and dashes"),
-    "--shm-size": (r"[1-9][0-9]*([KMGT]i?)?", "a size as Kubernetes writes it, like 64Gi"),
     "--mount": (
-        rf"(?P<claim>{_SUBDOMAIN}):(?P<path>/[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*)",
+        r"(?P<claim>[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<path>/[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*)",
         "CLAIM:/path, a persistent volume claim and its mount path",
     ),
 }
 """Option -> pattern of its values, whose groups are passed to templates, and its description in messages."""
-_SAME_NAME = {"h100": "H100", "h200": "H200", "b200": "B200"}
-_ACCELERATORS = {
-    "skypilot": {"a100": "A100-80GB", "a100-40gb": "A100", **_SAME_NAME},
-    "dstack": {"a100": "A100:80GB", "a100-40gb": "A100:40GB", **_SAME_NAME},
-}
+_SKYPILOT = {"a100": "A100-80GB", "a100-40gb": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
+"""Device of a shipped cluster -> its name in SkyPilot."""
 _SSH_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -164,7 +125,7 @@ def _device_kind(cluster: str) -> str:
         return "npu" if "ascend" in cluster.lower() else "cuda"
 
 
-def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
+def for_cluster(request: ClusterOptions, job: Job, output: Path | None, assumed: Assumptions) -> Job:
     """Complete a resolved job with the fields that its target's templates need.
 
     Communication variables that the user has exported here are also set on the nodes.
@@ -184,39 +145,24 @@ def for_cluster(request: ClusterOptions, job: Job, assumed: Assumptions) -> Job:
         environment={
             **job.environment,
             **{v.name: v.value for v in job.variables if v.value},
-            **_given(request.env, os.environ),
+            **given_variables(request.env, os.environ),
         },
         hosts=hosts,
         master_addr=hosts[0] if hosts else job.master_addr,
-        cluster=Cluster(
-            name=job_name(request.job_name or job.run_dir.name),
-            directory=Path.cwd(),
-            interface_variables=tuple(v.name for v in job.variables if not v.value),
-            namespace=_checked("--namespace", request.namespace or None),
-            values=option_values(request, target, job, assumed),
-        ),
+        output=output,
+        values=option_values(request, target, job, assumed),
     )
 
 
 def option_values(request: ClusterOptions, target: Target, job: Job, assumed: Assumptions) -> dict[str, Any]:
     """Return template variables set by options; see docs/reference/templates.md."""
-    rdma = {} if request.rdma_resource is None else _parts("--rdma-resource", request.rdma_resource)
     return {
         "setup": request.setup,
         "sbatch_options": [_option_of("sbatch", text) for text in request.sbatch_option],
         "srun_options": [_option_of("srun", text) for text in request.srun_option],
-        "accelerator": _accelerator(request.accelerator, job),
+        "accelerator": _accelerator(job, assumed),
         "image": request.image or "",
         "mounts": _mounts(request, job, assumed) if "mount" in target.options else [],
-        "requests": _pairs("--request", request.request),
-        "node_selector": _pairs("--node-selector", request.node_selector),
-        "tolerations": [_parts("--toleration", text) for text in request.toleration],
-        "secrets": list(map(_secret, request.env_secret)),
-        "pull_secrets": [_checked("--pull-secret", name) for name in request.pull_secret],
-        "rdma_resource": rdma.get("name", ""),
-        "rdma_count": int(rdma.get("count") or 1),
-        "host_network": request.host_network,
-        "shared_memory": _checked("--shm-size", request.shm_size),
     }
 
 
@@ -227,20 +173,15 @@ def _python(request: ClusterOptions, *, is_container: bool, assumed: Assumptions
     return sys.executable
 
 
-def _accelerator(given: str | None, job: Job) -> str:
-    """Return the accelerator's name in SkyPilot or dstack; "" on CPUs and for other targets."""
-    names = _ACCELERATORS.get(job.target)
-    if names is None or job.stack == "cpu":
+def _accelerator(job: Job, assumed: Assumptions) -> str:
+    """Return the accelerator's name in SkyPilot; "" on CPUs, for other targets, and if the plan does not tell it."""
+    if job.target != "skypilot" or job.stack == "cpu":
         return ""
-    if given is not None:
-        return _checked("--accelerator", given)
-    device = planned_cluster(job.metadata).rpartition("-")[0]
-    if device not in names:
-        raise UsageError(
-            f"--target {job.target} needs --accelerator: its name of the nodes' devices, as H100, which the plan's "
-            f"cluster {planned_cluster(job.metadata) or '(unknown)'} does not tell"
-        )
-    return names[device]
+    name = _SKYPILOT.get(planned_cluster(job.metadata).rpartition("-")[0], "")
+    if not name:
+        devices = f"NAME:{job.processes_per_node}"
+        assumed.warn(f"the plan does not name the nodes' devices; start with: sky launch --gpus {devices}")
+    return name
 
 
 def _option_of(program: str, text: str) -> str:
@@ -262,41 +203,21 @@ def _parts(flag: str, text: str) -> dict[str, str]:
     return found.groupdict(default="")
 
 
-def _checked(flag: str, text: str | None) -> str:
-    """Return the validated value of a single-part option; "" for None."""
-    if text is not None:
-        _parts(flag, text)
-    return text or ""
-
-
-def _pairs(flag: str, given: tuple[str, ...]) -> dict[str, str]:
-    """Parse repeated NAME=VALUE options."""
-    return {found["name"]: found["value"] for found in (_parts(flag, text) for text in given)}
-
-
-def _variable(flag: str, text: str, example: str) -> tuple[str, str | None]:
-    """Parse NAME[=VALUE]; the value is None if missing."""
-    name, equals, value = text.partition("=")
-    if not _VARIABLE.fullmatch(name):
-        raise UsageError(f"{flag} is {text!r}; it must be the name of a variable and a value, as {example}")
-    if name.startswith("FCP_"):
-        raise UsageError(f"{flag} {name}: fcp sets the variables FCP_... of its jobs by itself")
-    return name, value if equals else None
-
-
-def _given(words: tuple[str, ...], here: Mapping[str, str]) -> dict[str, str]:
+def given_variables(words: tuple[str, ...], here: Mapping[str, str]) -> dict[str, str]:
+    """Parse the values of --env; a name without a value is copied from the environment `here`."""
     found = {}
     for text in words:
-        name, value = _variable("--env", text, "HF_HOME=/shared/hub")
-        if value is None and name not in here:
+        name, equals, value = text.partition("=")
+        if not _VARIABLE.fullmatch(name):
+            raise UsageError(
+                f"--env is {text!r}; it must be the name of a variable and a value, as HF_HOME=/shared/hub"
+            )
+        if name.startswith("FCP_"):
+            raise UsageError(f"--env {name}: fcp sets the variables FCP_... of its jobs by itself")
+        if not equals and name not in here:
             raise UsageError(f"--env {name} has no value, and {name} is not set here; give --env {name}=VALUE")
-        found[name] = here[name] if value is None else value
+        found[name] = value if equals else here[name]
     return found
-
-
-def _secret(text: str) -> dict[str, str]:
-    _variable("--env-secret", text, "WANDB_API_KEY=wandb:token")
-    return _parts("--env-secret", text)
 
 
 def _mounts(request: ClusterOptions, job: Job, assumed: Assumptions) -> tuple[dict[str, str], ...]:

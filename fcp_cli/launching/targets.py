@@ -26,13 +26,14 @@ from fcp_cli.launching import job
 from fcp_cli.launching.commands import node_argv, node_environment
 from fcp_cli.launching.job import Job, variable
 from fcp_cli.launching.request import LOCAL
+from fcp_cli.runs.run_dir import RunPaths
 from fcp_cli.util.files import shipped, write_text_atomically
 from fcp_cli.util.inputs import read_text
 from fcp_cli.util.plugins import Registry
 from fcp_cli.util.words import did_you_mean, has_control_characters
 
 if TYPE_CHECKING:
-    from fcp_cli.util.templates import Sandbox
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 HOSTFILE = "hostfile"
@@ -63,10 +64,7 @@ class Target:
     start: Callable[[Path], tuple[str, ...]]
 
 
-_OF_CONTAINERS = frozenset(
-    {"image", "mount", "namespace", "request", "node_selector", "toleration", "env_secret", "pull_secret"}
-    | {"rdma_resource", "host_network", "shm_size", "job_name"}
-)
+_OF_CONTAINERS = frozenset({"image", "mount"})
 
 
 def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job], NodeFacts]:
@@ -76,8 +74,7 @@ def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job],
     """
 
     def node(job: Job) -> NodeFacts:
-        assert job.cluster is not None
-        name, number = job.cluster.name, variable(rank)
+        name, number = job_name(job.run_dir.name), variable(rank)
         log_name = f"{log.format(name=name)}-node{number}"
         return NodeFacts(rank=number, master_addr=first_node.format(name=name), log_name=log_name)
 
@@ -112,37 +109,26 @@ TARGETS = {
     ),
     "slurm": Target(
         template="job.sbatch",
-        options=frozenset({"sbatch_option", "srun_option", "setup", "job_name"}),
+        options=frozenset({"sbatch_option", "srun_option", "setup"}),
         node=_node("SLURM_NODEID", variable("MASTER_ADDR"), log=variable("STARTED")),
         start=lambda folder: ("sbatch", str(folder / "job.sbatch")),
     ),
     # A TrainJob's JobSet has the TrainJob's name.
     "trainjob": _on_kubernetes("trainjob.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
-    "pytorchjob": _on_kubernetes("pytorchjob.yaml", rank="RANK", first_node=variable("MASTER_ADDR")),
     "skypilot": Target(
         template="skypilot.yaml",
-        options=frozenset({"image", "accelerator", "setup", "job_name"}),
+        options=frozenset({"image", "setup"}),
         node=_node("SKYPILOT_NODE_RANK", variable("MASTER_ADDR")),
         start=lambda folder: ("sky", "launch", str(folder / "skypilot.yaml")),
     ),
-    "dstack": Target(
-        template="dstack.yaml",
-        options=frozenset({"image", "accelerator", "setup", "job_name"}),
-        is_container=True,
-        node=_node("DSTACK_NODE_RANK", variable("DSTACK_MASTER_NODE_IP")),
-        start=lambda folder: ("dstack", "apply", "-f", str(folder / "dstack.yaml")),
-    ),
     "ray": Target(
         template="ray_job.py",
-        options=frozenset({"job_name"}),
         node=_node("NODE_RANK", variable("MASTER_ADDR")),
         ready=job.kubernetes_word,  # the script replaces $(NAME) like Kubernetes
         start=lambda folder: ("ray", "job", "submit", "--", "python", str(folder / "ray_job.py")),
     ),
     # JobSet gives every pod a name: set-job-number-index.set
     "jobset": _on_kubernetes("jobset.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
-    # The svc plugin gives every pod this name: job-task-index.job
-    "volcano": _on_kubernetes("volcano.yaml", rank="VC_TASK_INDEX", first_node="{name}-node-0.{name}"),
 }
 
 
@@ -224,16 +210,12 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
     """
     import jinja2
 
-    from fcp_cli.util.templates import MOST_TEMPLATE_BYTES, WorkLimitError, rendered
+    from fcp_cli.util.templates import MOST_TEMPLATE_BYTES, compiled
 
     text = read_text(template, error=UsageError, label="the template ", most_bytes=MOST_TEMPLATE_BYTES)
     try:
         # Compiled under its own path, so that tracebacks contain its line numbers.
-        return rendered(_sandbox(template).compiled(text, name=template.name, file=str(template)), values)
-    except UsageError:
-        raise
-    except WorkLimitError as error:
-        raise UsageError(f"{_place(error, template)}: {error}") from error
+        return compiled(_sandbox(template), text, name=template.name, file=str(template)).render(values)
     except jinja2.TemplateSyntaxError as error:
         where = error.filename or str(template)
         raise UsageError(f"{where}, line {error.lineno}: {error.message}") from error
@@ -250,22 +232,24 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
         raise UsageError(f"{_place(error, template)}: {type(error).__name__}: {error}") from error
 
 
-def _sandbox(template: Path) -> Sandbox:
-    from jinja2 import StrictUndefined
+def _sandbox(template: Path) -> ImmutableSandboxedEnvironment:
+    from jinja2 import FileSystemLoader, StrictUndefined
 
-    from fcp_cli.util.templates import Folders, Sandbox
+    from fcp_cli.util.templates import sandbox
 
-    sandbox = Sandbox(
-        loader=Folders((shipped("launchers"), template.parent)),
+    environment = sandbox(
+        loader=FileSystemLoader((shipped("launchers"), template.parent)),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,  # the files are programs and YAML, not web pages; `quote` and `yaml` escape for those
     )
-    sandbox.add_filter("quote", lambda value: shlex.quote(str(value)))
-    sandbox.add_filter("yaml", yaml_scalar)
-    sandbox.add_filter("block", yaml_block)
-    sandbox.add_filter("lines", command_lines)
-    return sandbox
+    environment.filters |= {
+        "quote": lambda value: shlex.quote(str(value)),
+        "yaml": yaml_scalar,
+        "block": yaml_block,
+        "lines": command_lines,
+    }
+    return environment
 
 
 def command_lines(words: Sequence[str], indent: int) -> str:
@@ -331,39 +315,36 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
     """Return all template variables; see docs/reference/templates.md.
 
     Args:
-        job: job with `cluster` set.
+        job: job for a cluster.
         node: rank and master address as placeholders.
         ready: quotes a word for the file: `shell.quote` or `shell.kubernetes_word`.
     """
-    cluster = job.cluster
-    assert cluster is not None
     log_dir = job.paths.logs / node.log_name
     job = replace(job, master_addr=node.master_addr, log_dir=log_dir)
     command = [
         *(job.python, "-m", "fcp_cli.launching.node", f"--node-rank={node.rank}", f"--log-dir={log_dir}"),
-        *(f"--interface-for={name}" for name in cluster.interface_variables),
+        *(f"--interface-for={variable.name}" for variable in job.variables if not variable.value),
         *((f"--master-addr={node.master_addr}", f"--master-port={job.master_port}") if job.num_nodes > 1 else ()),
-        *((f"--record={cluster.record}",) if cluster.record is not None else ()),
+        *(() if job.output is None else (f"--record={RunPaths(run_dir=job.output).launch}",)),
         *("--", *node_argv(job, node_rank=node.rank)),
     ]
     return {
         "fcp_version": __version__,
-        "job_name": cluster.name,
+        "job_name": job_name(job.run_dir.name),
         "launcher": job.launcher,
         "device": job.stack,
         "num_nodes": job.num_nodes,
         "processes_per_node": job.processes_per_node,
         "plan": str(job.plan.absolute()),
         "run_dir": str(job.run_dir),
-        "directory": str(cluster.directory),
+        "directory": str(job.directory),
         "master_port": job.master_port,
         "environment": {name: ready(value) for name, value in node_environment(job).items()},
         "command": [ready(word) for word in command],
         "hosts": list(job.hosts),
-        "namespace": cluster.namespace,
-        "output": _sbatch_output(cluster.output or job.paths.logs),
-        **cluster.values,
-        "srun_options": [ready(option) for option in cluster.values["srun_options"]],
+        "output": _sbatch_output(job.output or job.paths.logs),
+        **job.values,
+        "srun_options": [ready(option) for option in job.values["srun_options"]],
     }
 
 
@@ -387,7 +368,7 @@ def write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> N
     """Write each file atomically to a folder, created if missing; existing files raise FcpError unless `overwrite`."""
     for name in files:
         if not overwrite and (folder / name).exists():
-            raise FcpError(f"{folder / name} is there already; replace it with --force, or choose another folder")
+            raise FcpError(f"{folder / name} is there already; remove it, or choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

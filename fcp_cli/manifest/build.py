@@ -1,4 +1,8 @@
-"""Write a manifest from a source: rows are streamed, so memory stays constant, and the file is replaced atomically."""
+"""Manifest builds: by one process, by worker processes, or in parts on several nodes that are merged later.
+
+Rows are streamed, so memory stays constant, and files are replaced atomically. However it was counted, the manifest has
+the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,6 @@ from msgspec import Meta
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.sources import (
-    DivisibleSource,
     Part,
     RowBatch,
     Source,
@@ -202,10 +205,6 @@ class RowWriter:
         self._file.write_table(table)
 
 
-# Counts a source in parts: in worker processes, or on several nodes into files that are merged later.
-#
-# The manifest is byte-identical to the one that a single process writes.
-
 PART_FORMAT: Final[Literal["fcp-manifest-part/1"]] = "fcp-manifest-part/1"
 _MOST_PARTS: Final = 1_000_000
 _MOST_NAMED: Final = 5
@@ -213,7 +212,7 @@ _BATCH_ROWS: Final = 1 << 16
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 # Set once in every worker process.
-_source: DivisibleSource | None = None
+_source: Source | None = None
 
 
 def parse_part(text: str) -> Part:
@@ -224,9 +223,9 @@ def parse_part(text: str) -> Part:
     return Part(int(index) - 1, int(count))
 
 
-def divisible(source: Source) -> DivisibleSource:
+def divisible(source: Source) -> Source:
     """Return `source` if it can be split into parts, else raise UsageError."""
-    if not isinstance(source, DivisibleSource):
+    if not source.is_divisible:
         kind = source.describe()["kind"]
         raise UsageError(f"--shard is for JSON lines, conversations, Parquet and Arrow; {kind} cannot be read in parts")
     return source
@@ -234,12 +233,11 @@ def divisible(source: Source) -> DivisibleSource:
 
 def default_workers(source: Source) -> int:
     """Return one process per usable core, but at most one per two parts: fewer would not repay its start-up."""
-    parts = source.parts if isinstance(source, DivisibleSource) else 1
-    return max(1, min(usable_cores(), parts // 2))
+    return max(1, min(usable_cores(), source.parts // 2))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CountedByWorkers:
+class CountedByWorkers(Source):
     """A source that worker processes count, part by part.
 
     Attributes:
@@ -249,7 +247,7 @@ class CountedByWorkers:
         part: which part of the complete source `source` is.
     """
 
-    source: DivisibleSource
+    source: Source
     reopen: Callable[[], Source]
     workers: int
     part: Part
@@ -259,7 +257,7 @@ class CountedByWorkers:
         return self.source.units
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[Path, ...]:  # type: ignore[override]
         return self.source.files
 
     def describe(self) -> dict[str, Any]:
@@ -340,7 +338,7 @@ class PartHeader:
     largest_token: Annotated[int, Meta(ge=-1, le=2**63 - 2, description="a token id, or -1")]
 
 
-def part_identity(source: DivisibleSource, part: Part) -> PartHeader:
+def part_identity(source: Source, part: Part) -> PartHeader:
     """Return the header of a part before it is counted; parts with equal headers have equal content."""
     description = source.describe()
     return PartHeader(
@@ -381,7 +379,7 @@ def _tokenizer_digest(description: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def write_part(source: DivisibleSource, rows: Source, part: Part, path: Path, *, advance: Callable[[int], None]) -> int:
+def write_part(source: Source, rows: Source, part: Part, path: Path, *, advance: Callable[[int], None]) -> int:
     """Write the rows of a part to a file for `MergedParts`; return the number of rows.
 
     Args:
@@ -405,12 +403,14 @@ def write_part(source: DivisibleSource, rows: Source, part: Part, path: Path, *,
     return writer.rows
 
 
-class MergedParts:
+class MergedParts(Source):
     """All parts of a source, read back as one source.
 
     Args:
         paths: files of `write_part`, in any order.
     """
+
+    files = ()
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._parts = sorted(((path, _part_header(path)) for path in paths), key=lambda part: part[1].index)

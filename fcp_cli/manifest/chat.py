@@ -1,21 +1,35 @@
-"""Chat data: records of conversations in JSON, JSON lines, Parquet or Arrow, encoded by a checkpoint's own template."""
+"""Chat data: records of conversations in JSON, JSON lines, Parquet or Arrow, encoded by a checkpoint's own template.
+
+A record has one of these forms; the first match is used:
+
+    input_ids + labels              tokens as they are; label -100 is not trained
+    messages, or conversations      turns of {"role", "content"} or ShareGPT's {"from", "value"}; optional `tools`
+    prompt + completion             two texts, or two lists of turns
+    instruction + output            Alpaca, with an optional `input` and `system`
+
+Turns are rendered by the tokenizer's chat template. An assistant turn starts after the generation prompt and includes
+its end-of-turn token, which is trained too.
+
+Turns with images or videos ("pictures") have content parts such as `{"type": "image"}`. The placeholder that the
+template renders is expanded as the checkpoint's processor does; visual tokens are never trained.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.records import BATCH_RECORDS, SourceRecord, has_lines, place_of, record_at, records_of, units_of
-from fcp_cli.manifest.sources import WHOLE, FileSpan, ItemGroup, Part, RowBatch, item_groups, names_below
+from fcp_cli.manifest.sources import WHOLE, Part, RowBatch, Source, item_groups, names_below
 from fcp_cli.manifest.table import LEARNED_COLUMN
 from fcp_cli.util.arrays import IntArray
 from fcp_cli.util.inputs import is_compressed, read_json
@@ -25,8 +39,7 @@ from fcp_cli.util.words import counted, first_line
 from fcp_cli.vision.processors import Marks, VisionProcessor, Visual
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
+    from fcp_cli.util.templates import RenderedChat, Renderer
 
 _BATCH_BYTES: Final = 8 << 20
 _PART_RECORDS: Final = 1 << 12
@@ -34,7 +47,7 @@ _PART_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatData:
+class ChatData(Source):
     """Files of chat records.
 
     Attributes:
@@ -43,6 +56,7 @@ class ChatData:
         part: the records that begin in this part of the units of all files; ids count from its first record.
     """
 
+    is_divisible = True
     path: Path
     files: tuple[Path, ...]
     encoder: ChatEncoder
@@ -60,9 +74,6 @@ class ChatData:
         size = _PART_BYTES if has_lines(self.files[0]) else _PART_RECORDS
         return -(-(self.units or 1) // size)
 
-    def only(self, part: Part) -> ChatData:
-        return replace(self, part=part)
-
     def describe(self) -> dict[str, Any]:
         return {
             "kind": "chat",
@@ -76,21 +87,18 @@ class ChatData:
     def is_streamed(self) -> bool:
         return any(not has_lines(file) or is_compressed(file) for file in self.files)
 
-    def batches(self) -> Iterator[RowBatch]:
-        return map(self.count, self.groups())
-
-    def groups(self) -> Iterator[ItemGroup]:
-        def read(span: FileSpan) -> Iterator[tuple[SourceRecord, int]]:
-            return ((found, found.done) for found in records_of(self.files[span.file], span.start, span.stop))
+    def groups(self) -> Iterator[tuple[int, int, list[SourceRecord]]]:
+        def read(file: int, start: int, stop: int) -> Iterator[tuple[SourceRecord, int]]:
+            return ((found, found.done) for found in records_of(self.files[file], start, stop))
 
         sizes = [units_of(file) for file in self.files]
         return item_groups(self.part, sizes, read, most_items=BATCH_RECORDS, most_bytes=_BATCH_BYTES)
 
-    def count(self, group: ItemGroup) -> RowBatch:
-        records = group.items
+    def count(self, group: tuple[int, int, list[SourceRecord]]) -> RowBatch:
+        shard, start, records = group
         encoded = self.encoder.many([found.record for found in records], [found.place for found in records])
         return RowBatch(
-            rows=_rows(records, encoded, group.shard, group.start),
+            rows=_rows(records, encoded, shard, start),
             done=sum(found.done for found in records),
             largest_token=max((int(one.tokens.max()) for one in encoded if len(one.tokens)), default=-1),
             counted_ids=len(records),
@@ -128,21 +136,6 @@ class ChatTokens:
     def place(self, row: int) -> str:
         return place_of(self._source.files[self._shards[row]], int(self._records[row]))
 
-
-# Tokenizes chat records and marks the trained tokens.
-#
-# A record has one of these forms; the first match is used:
-#
-#     input_ids + labels              tokens as they are; label -100 is not trained
-#     messages, or conversations      turns of {"role", "content"} or ShareGPT's {"from", "value"}; optional `tools`
-#     prompt + completion             two texts, or two lists of turns
-#     instruction + output            Alpaca, with an optional `input` and `system`
-#
-# Turns are rendered by the tokenizer's chat template (`chat_template`). An assistant turn starts after the generation
-# prompt and includes its end-of-turn token, which is trained too.
-#
-# Turns with images or videos ("pictures") have content parts such as `{"type": "image"}`. The placeholder that the
-# template renders is expanded as the checkpoint's processor does; visual tokens are never trained.
 
 TrainOn = Literal["all", "assistant", "completion"]
 NOT_LEARNED: Final = -100
@@ -194,8 +187,17 @@ class _Rendered:
     runs: Sequence[int] = ()
 
 
+class _Turns(NamedTuple):
+    """A conversation before rendering; `learned` has the indices of trained turns."""
+
+    turns: list[dict[str, Any]]
+    tools: Any
+    place: str
+    learned: list[int]
+
+
 def is_chat(record: Mapping[str, Any]) -> bool:
-    """Return whether the field names of a record match one of the forms above."""
+    """Return whether the field names of a record match one of the forms of chat data."""
     return _form(record) is not None
 
 
@@ -253,14 +255,11 @@ class ChatEncoder:
         """Encode records, tokenizing all texts in one batch.
 
         Args:
-            records: records in the forms above.
+            records: records in the forms of chat data.
             places: location of each record, for messages.
             pictures: pictures of each record.
         """
-        rendered = [
-            _given_tokens(record, place) if _form(record) == "tokens" else self._render(record, place)
-            for record, place in zip(records, places, strict=True)
-        ]
+        rendered = self._render([self._read(record, place) for record, place in zip(records, places, strict=True)])
         if pictures is not None:
             rendered = [
                 self._with_pictures(item, own, place) if isinstance(item, _Rendered) else item
@@ -333,13 +332,15 @@ class ChatEncoder:
         assert self._marks is not None
         return [self._tokenizer.convert_tokens_to_ids(pad) for pad in (self._marks.image_pad, self._marks.video_pad)]
 
-    def _render(self, record: Mapping[str, Any], place: str) -> _Rendered:
+    def _read(self, record: Mapping[str, Any], place: str) -> Encoded | _Rendered | _Turns:
         form = _form(record)
         if form is None:
             raise ManifestError(
                 f"{place} has none of messages, conversations, prompt + completion, instruction + output, input_ids + "
                 f"labels; its fields are {', '.join(record)}"
             )
+        if form == "tokens":
+            return _given_tokens(record, place)
         if form == "completion" and isinstance(record["prompt"], str):
             prompt, completion = record["prompt"], _text(record["completion"], "completion", place)
             completion += self._tokenizer.eos_token or ""
@@ -348,49 +349,82 @@ class ChatEncoder:
         if self.processor is None and any(record.get(name) for name in PICTURE_FIELDS):
             raise ManifestError(f"{place} has pictures; --kind media with --processor FOLDER reads them with the text")
         turns = _turns(record, form, place, with_pictures=self.processor is not None)
-        tools = record.get("tools") or None
-        text = self._template(turns, tools, place)
+        learned = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if self.train_on == "completion" or form == "completion":
+            learned = learned[-1:]
+        return _Turns(turns, record.get("tools") or None, place, [] if self.train_on == "all" else learned)
+
+    def _render(self, read: Sequence[Encoded | _Rendered | _Turns]) -> list[Encoded | _Rendered]:
+        """Render the turns among `read`, and locate the trained spans."""
+        waiting = [one for one in read if isinstance(one, _Turns)]
+        # Where a turn is trained, the text before it with the generation prompt, and the text up to its end.
+        cuts = [[cut for index in one.learned for cut in ((index, True), (index + 1, False))] for one in waiting]
+        found = iter(self._templated(waiting, cuts))
+        return [self._spanned(one, next(found)) if isinstance(one, _Turns) else one for one in read]
+
+    def _spanned(self, one: _Turns, rendered: RenderedChat) -> _Rendered:
+        text, ends = rendered
         if self.train_on == "all":
             return _Rendered(text=text, spans=((0, len(text)),))
-        said = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if self.train_on == "completion" or form == "completion":
-            said = said[-1:]
-        return _Rendered(text=text, spans=[self._span(text, turns, tools, index, place) for index in said])
+        spans = []
+        for index, before, until in zip(one.learned, ends[::2], ends[1::2], strict=True):
+            if before is not None and until is not None:
+                spans.append((before[0], until[1]))
+            else:
+                spans.append(self._span_around(one, index, text, None if before is None else before[0]))
+        return _Rendered(text=text, spans=spans)
 
-    def _span(self, text: str, turns: list[dict[str, Any]], tools: Any, index: int, place: str) -> tuple[int, int]:
-        """Return the character span of an assistant turn."""
-        before = self._template(turns[:index], tools, place, prompts=True) if index else ""
-        until = self._template(turns[: index + 1], tools, place)
-        if text.startswith(before) and text.startswith(until):
-            return len(before), len(until.rstrip())
-        # A template may render a turn differently once others follow, for example drop earlier reasoning: locate the
-        # text around the turn's content instead.
-        other = [*turns[:index], {**turns[index], "content": _STAND_IN}, *turns[index + 1 :]]
-        around = self._template(other, tools, place)
+    def _span_around(self, one: _Turns, index: int, text: str, start: int | None) -> tuple[int, int]:
+        """Locate the text around a turn's content: a template may render a turn differently once others follow.
+
+        For example, it may drop earlier reasoning.
+        """
+        turns = [*one.turns[:index], {**one.turns[index], "content": _STAND_IN}, *one.turns[index + 1 :]]
+        (around, _), *_ = self._templated([one._replace(turns=turns)])
         if _STAND_IN not in around:
-            raise ManifestError(f"{place}: the chat template of {self.folder} drops turn {index + 1}")
+            raise ManifestError(f"{one.place}: the chat template of {self.folder} drops turn {index + 1}")
         after = around[around.index(_STAND_IN) + len(_STAND_IN) :]
-        start = len(before) if text.startswith(before) else around.index(_STAND_IN)
         end = len(text) - len(after)
         mark = next((token for token in self._tokenizer.all_special_tokens if after.startswith(token)), "")
-        return start, end + len(mark)
+        return around.index(_STAND_IN) if start is None else start, end + len(mark)
 
-    def _template(self, turns: list[dict[str, Any]], tools: Any, place: str, *, prompts: bool = False) -> str:
+    def _templated(
+        self, conversations: Sequence[_Turns], cuts: Sequence[Sequence[tuple[int, bool]]] | None = None
+    ) -> list[RenderedChat]:
+        """Render conversations with the checkpoint's chat template, as transformers' `apply_chat_template` does."""
+        from fcp_cli.util.templates import ChatToRender, RenderingError
+
+        if not conversations:
+            return []
         if not (self._own_template or self._tokenizer.chat_template):
             raise ManifestError(
                 f"{self.folder} has no chat template: neither chat_template.jinja nor a tokenizer_config.json with one"
                 "; copy that of the model's instruct variant there, or give the folder of that variant"
             )
+        batch = list[ChatToRender]()
         try:
-            return render_chat(
-                self._tokenizer.get_chat_template(self._own_template, tools),
-                turns,
-                tools=tools,
-                prompts=prompts,
-                special_tokens=self._tokenizer.special_tokens_map,
-            )
-        except Exception as error:  # templates raise any exception
-            raise ManifestError(f"{place}: the chat template of {self.folder} fails: {first_line(error)}") from error
+            for one, own in zip(conversations, cuts or [()] * len(conversations), strict=True):
+                values = {
+                    **self._tokenizer.special_tokens_map,
+                    "messages": [_with_thoughts(turn) for turn in one.turns],
+                    "tools": one.tools,
+                    "documents": None,
+                    "add_generation_prompt": False,
+                }
+                template = self._tokenizer.get_chat_template(self._own_template, one.tools)
+                batch.append(ChatToRender(template, values, own))
+            return self._renderer.render(batch)
+        except Exception as error:  # the tokenizer raises many kinds
+            at = error.index if isinstance(error, RenderingError) else min(len(batch), len(conversations) - 1)
+            raise ManifestError(
+                f"{conversations[at].place}: the chat template of {self.folder} fails: {first_line(error)}"
+            ) from error
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        from fcp_cli.util.templates import Renderer
+
+        return Renderer()
 
 
 def _given_tokens(record: Mapping[str, Any], place: str) -> Encoded:
@@ -486,48 +520,8 @@ def _text(value: Any, name: str, place: str) -> str:
     return value
 
 
-# Renders the chat templates of checkpoints, which are foreign code, in a sandbox with work limits.
-#
-# The result equals that of transformers' `apply_chat_template`, which is sandboxed but unlimited.
-
 # Field names of a turn's reasoning; templates read the first, or the name that their model uses.
 _THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
-
-
-def render_chat(
-    template: str,
-    turns: Sequence[Mapping[str, Any]],
-    *,
-    tools: Any,
-    prompts: bool,
-    special_tokens: Mapping[str, Any],
-) -> str:
-    """Render a conversation as text.
-
-    Args:
-        template: the checkpoint's chat template.
-        turns: the turns, each with `role` and `content`.
-        tools: JSON schemas of tool functions, or None.
-        prompts: whether to append the generation prompt.
-        special_tokens: special tokens by template variable.
-    """
-    from fcp_cli.util.templates import rendered
-
-    values = {
-        **special_tokens,
-        "messages": [_with_thoughts(turn) for turn in turns],
-        "tools": tools,
-        "documents": None,
-        "add_generation_prompt": prompts,
-    }
-    return rendered(_compiled(template), values)
-
-
-@lru_cache(maxsize=8)
-def _compiled(template: str) -> Template:
-    from fcp_cli.util.templates import Sandbox
-
-    return Sandbox().compiled(template)
 
 
 def _with_thoughts(turn: Mapping[str, Any]) -> dict[str, Any]:

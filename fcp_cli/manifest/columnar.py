@@ -1,11 +1,11 @@
-"""Parquet and Arrow data sets: one column of token ids, texts or lengths, in one file or in shards."""
+"""Tabular data sets of token ids, texts or lengths, and their Parquet, Arrow and CSV files, read by row group."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as csv
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.sources import WHOLE, Part, RowBatch, names_below
+from fcp_cli.manifest.sources import WHOLE, Part, RowBatch, Source, names_below
 from fcp_cli.manifest.table import FACTORS, is_list, readable
 from fcp_cli.manifest.tokenizer import Tokenizer
 from fcp_cli.util.arrays import IntArray
@@ -49,7 +49,7 @@ class ColumnGroup(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Columnar:
+class Columnar(Source):
     """One column of a data set in shards; the manifest copies its `eta` and vision columns.
 
     Attributes:
@@ -61,6 +61,7 @@ class Columnar:
         part: the part of all rows to read.
     """
 
+    is_divisible = True
     path: Path
     shards: tuple[DataFile, ...]
     column: str
@@ -75,7 +76,7 @@ class Columnar:
         return stop - start
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[Path, ...]:  # type: ignore[override]
         return tuple(shard.path for shard in self.shards)
 
     @property
@@ -86,9 +87,6 @@ class Columnar:
     def parts(self) -> int:
         # Arrow counts lists and copies lengths faster than a process starts.
         return -(-(self.units or 1) // _PART_ROWS) if self.content == "text" else 1
-
-    def only(self, part: Part) -> Columnar:
-        return replace(self, part=part)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -103,9 +101,6 @@ class Columnar:
     @property
     def is_streamed(self) -> bool:
         return True  # each part of a row group would read the entire group
-
-    def batches(self) -> Iterator[RowBatch]:
-        return map(self.count, self.groups())
 
     def groups(self) -> Iterator[ColumnGroup]:
         row_counts = self._rows
@@ -249,8 +244,6 @@ def _content(kind: Any) -> str | None:
     texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return "text" if any(matches(kind) for matches in texts) else None
 
-
-# Parquet, Arrow and CSV files as lists of row groups that can be read independently.
 
 PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 ARROW_SUFFIXES: Final = (".arrow", ".feather", ".ipc")

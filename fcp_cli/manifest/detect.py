@@ -112,7 +112,8 @@ def _kind_by_name(path: Path) -> str:
         return "megatron"  # Megatron-LM users type the prefix
     if path.is_dir():
         if (path / _SPLITS).is_file():
-            raise ManifestError(f"{path} holds several splits; name the one to read: {_splits_of(path)}")
+            splits = ", ".join(str(state.parent) for state in sorted(path.glob("*/state.json"))) or f"{path}/SPLIT"
+            raise ManifestError(f"{path} holds several splits; name the one to read: {splits}")
         return next((kind for kind in _SHARDED if _shard_paths(path, kind)), "text")
     if not path.exists():
         raise ManifestError(f"there is no source {path}")
@@ -187,10 +188,6 @@ def _open_source(
         column = options.column or usual_field(files[0])
         return JsonLines(path=path, files=tuple(files), column=column, tokenizer=tokenizer, mask_column=mask_column)
     return columnar(path, each(open_shard, files), options.column, tokenizer, mask_column=mask_column)
-
-
-def _splits_of(folder: Path) -> str:
-    return ", ".join(str(state.parent) for state in sorted(folder.glob("*/state.json"))) or f"{folder}/SPLIT"
 
 
 def _chat(path: Path, options: SourceOptions, named: Sequence[Path]) -> ChatData:

@@ -10,7 +10,7 @@ from typing import Any, Final, cast, get_args
 import pyarrow as pa
 
 from fcp_cli.errors import ManifestError, MaskError, UsageError
-from fcp_cli.manifest.sources import DivisibleSource, Part, RowBatch, Source, place_of
+from fcp_cli.manifest.sources import Part, RowBatch, Source, place_of
 from fcp_cli.util.masks import MASK_COLUMN, Mask, MaskKind, mask_of, token_types
 
 _KINDS: Final = "full, prefix:COLUMN, segments:COLUMN, types:COLUMN or pairs:COLUMN"
@@ -44,7 +44,11 @@ class MaskRule:
         flat = [value] if self.kind == "prefix" else value
         if self.kind == "segments" and isinstance(value, list):
             pairs = [list(span.values()) if isinstance(span, Mapping) else span for span in value]
-            flat = [end for span in pairs for end in span] if all(_is_pair(span) for span in pairs) else None
+            flat = (
+                [end for span in pairs for end in span]
+                if all(isinstance(span, list) and len(span) == 2 for span in pairs)
+                else None
+            )
         if not isinstance(flat, list) or not all(isinstance(one, int) and not isinstance(one, bool) for one in flat):
             raise MaskError(f"{str(value)[:40]!r} is not {_WANTED[self.kind]}")
         return list(token_types(flat).numbers) if self.kind == "types" else flat
@@ -52,10 +56,6 @@ class MaskRule:
     def mask(self, numbers: list[int]) -> Mask:
         """Build a mask from the manifest's form."""
         return mask_of(self.kind, numbers)
-
-
-def _is_pair(span: Any) -> bool:
-    return isinstance(span, list) and len(span) == 2
 
 
 def mask_rule(text: str) -> MaskRule:
@@ -67,7 +67,7 @@ def mask_rule(text: str) -> MaskRule:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedSource:
+class MaskedSource(Source):
     """Adds masks to a source: an `eta` column, and the mask numbers unless all masks are `full`.
 
     Attributes:
@@ -83,19 +83,22 @@ class MaskedSource:
         return self.source.units
 
     @property
-    def files(self) -> tuple[Path, ...]:
-        return self.source.files if isinstance(self.source, DivisibleSource) else ()
+    def is_divisible(self) -> bool:  # type: ignore[override]
+        return self.source.is_divisible
+
+    @property
+    def files(self) -> tuple[Path, ...]:  # type: ignore[override]
+        return self.source.files
 
     @property
     def parts(self) -> int:
-        return self.source.parts if isinstance(self.source, DivisibleSource) else 1
+        return self.source.parts
 
     @property
     def is_streamed(self) -> bool:
-        return isinstance(self.source, DivisibleSource) and self.source.is_streamed
+        return self.source.is_streamed
 
     def only(self, part: Part) -> MaskedSource:
-        assert isinstance(self.source, DivisibleSource)
         return replace(self, source=self.source.only(part))
 
     def describe(self) -> dict[str, Any]:
@@ -105,11 +108,9 @@ class MaskedSource:
         return map(self._masked, self.source.batches())
 
     def groups(self) -> Iterator[Any]:
-        assert isinstance(self.source, DivisibleSource)
         return self.source.groups()
 
     def count(self, group: Any) -> RowBatch:
-        assert isinstance(self.source, DivisibleSource)
         return self._masked(self.source.count(group))
 
     def _masked(self, batch: RowBatch) -> RowBatch:

@@ -26,7 +26,7 @@ import pyarrow.csv
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.columnar import open_shard, python_rows
 from fcp_cli.manifest.records import SourceRecord, records_of, tar_samples
-from fcp_cli.manifest.sources import LinePlace, RowBatch, grouped
+from fcp_cli.manifest.sources import LinePlace, RowBatch, Source, grouped
 from fcp_cli.manifest.table import LONGEST_TOKENS, readable
 from fcp_cli.manifest.text import json_record, line_at, size_of
 from fcp_cli.util.arrays import IntArray
@@ -44,7 +44,7 @@ _PLACEHOLDERS: Final = ("<image>", "<video>")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MediaSizes:
+class MediaSizes(Source):
     """Source of image and video sizes: JSON lines, a table, LLaVA-style JSON or a WebDataset.
 
     Attributes:

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from fcp_cli.errors import ManifestError
-from fcp_cli.manifest.sources import RowBatch
+from fcp_cli.manifest.sources import RowBatch, Source
 from fcp_cli.util.arrays import IntArray
 from fcp_cli.util.inputs import open_input
 from fcp_cli.util.remote import RemoteFile, RemotePath
@@ -36,7 +36,7 @@ _SCAN_TOKENS: Final = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MegatronIndex:
+class MegatronIndex(Source):
     """An opened `.idx`.
 
     Attributes:
@@ -46,6 +46,7 @@ class MegatronIndex:
         vocab_size: one more than the largest token id, if given; else the `.bin` is scanned.
     """
 
+    files = ()
     path: Path
     sequences: int
     token_type: str

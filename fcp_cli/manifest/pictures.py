@@ -24,7 +24,7 @@ from fcp_cli.manifest.chat import PICTURE_FIELDS, ChatEncoder, Encoded, Pictured
 from fcp_cli.manifest.columnar import DATA_SUFFIXES, TableRows, table_rows
 from fcp_cli.manifest.media import HEADER_BYTES, IMAGE_SUFFIXES, VIDEO_SUFFIXES, image_size, video_size
 from fcp_cli.manifest.records import place_of, record_at, records_of, tar_samples, units_of
-from fcp_cli.manifest.sources import RowBatch, grouped, names_below
+from fcp_cli.manifest.sources import RowBatch, Source, grouped, names_below
 from fcp_cli.manifest.table import LEARNED_COLUMN
 from fcp_cli.manifest.text import json_record
 from fcp_cli.util.arrays import IntArray
@@ -62,7 +62,7 @@ class PictureSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PictureData:
+class PictureData(Source):
     """Files of conversations about pictures.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Read lengths into flat arrays: table columns batch by batch without a Python object per row, or lines of text."""
+"""Lengths read into flat arrays, from tables without a Python object per row or from text, and their statistics."""
 
 from __future__ import annotations
 
@@ -217,8 +217,6 @@ def _int64(column: Any) -> IntArray:
     return values
 
 
-# Read lengths from text: one JSON value per line, from a pipe or a file.
-
 _STDIN: Final = "standard input"
 
 
@@ -309,8 +307,6 @@ def _number(value: Any, where: str, name: str) -> float:
     except OverflowError as error:
         raise ManifestError(f"{where}: {name} is {shown(value)}, too large a number") from error
 
-
-# Statistics of a manifest: token counts, length distribution, and the share of the longest sequences.
 
 # Columns that count what a row has of pictures -> noun of what is counted.
 PICTURE_COUNTS: Final = {"num_images": "image", "num_videos": "video", "vision_patches": "patch"}

@@ -1,13 +1,13 @@
-"""Interfaces that each source implements, for manifest builds and for training."""
+"""Data sources: sequences counted in batches and parts, their files and their places in messages."""
 
 from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.util.arrays import IntArray
@@ -39,14 +39,6 @@ class RowBatch:
     places: Sequence[str] = ()
 
 
-class FileSpan(NamedTuple):
-    """Units `start` to `stop` of file number `file`."""
-
-    file: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """One of `count` contiguous parts of equal numbers of units; by default the complete source.
@@ -63,56 +55,63 @@ class Part:
         """Return the half-open range of units of the part."""
         return units * self.index // self.count, units * (self.index + 1) // self.count
 
-    def files(self, sizes: Sequence[int]) -> Iterator[FileSpan]:
-        """Yield the file spans of the part, given the number of units of each file."""
+    def files(self, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield (file, start, stop) of the units of each file in the part, given the number of units of all files."""
         start, stop = self.span(sum(sizes))
         for index, (end, size) in enumerate(zip(accumulate(sizes), sizes, strict=True)):
             first, last = max(start - (end - size), 0), min(stop - (end - size), size)
             if first < last:
-                yield FileSpan(index, first, last)
+                yield index, first, last
 
 
 WHOLE = Part()
 
 
-class Source(Protocol):
-    """Sequences to count, in the same order on every run."""
+class Source:
+    """Sequences to count, in the same order on every run.
+
+    A divisible source is counted in parts, in several processes or on several nodes: it has a dataclass field `part`,
+    and defines `groups` and `count`. Any other source defines `batches`.
+    """
+
+    is_divisible: bool = False
+    files: tuple[Path, ...]
+    """The files of the complete source, in row order; () for a text tree, which has no file list."""
 
     @property
     def units(self) -> int | None:
         """Total of all `RowBatch.done`; None if unknown before the end."""
-
-    def describe(self) -> dict[str, Any]:
-        """Return the `source` entry of the header: `kind`, absolute `path`, and the settings for reading the tokens."""
-
-    def batches(self) -> Iterator[RowBatch]:
-        """Count the sequences, batch by batch."""
-
-
-@runtime_checkable
-class DivisibleSource(Source, Protocol):
-    """A source whose parts can be counted independently, in several processes or on several nodes."""
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files of the complete source, in row order."""
+        return None
 
     @property
     def parts(self) -> int:
         """Useful number of parts; 1 if the source cannot be split."""
+        return 1
 
     @property
     def is_streamed(self) -> bool:
         """Whether a single process reads for all counting processes, as seeking into a file would repeat work."""
+        return False
 
-    def only(self, part: Part) -> DivisibleSource:
+    def describe(self) -> dict[str, Any]:
+        """Return the `source` entry of the header: `kind`, absolute `path`, and the settings for reading the tokens."""
+        raise NotImplementedError
+
+    def only(self, part: Part) -> Source:
         """Return the sequences of a part; `describe` is unchanged, and counted ids start at 0."""
+        return replace(self, part=part)  # type: ignore[type-var, unused-ignore]
+
+    def batches(self) -> Iterator[RowBatch]:
+        """Count the sequences, batch by batch."""
+        return map(self.count, self.groups())
 
     def groups(self) -> Iterator[Any]:
         """Read the sequences in order, in picklable groups for the counting processes."""
+        raise NotImplementedError
 
     def count(self, group: Any) -> RowBatch:
         """Count the sequences of one group."""
+        raise NotImplementedError
 
 
 def place_of(source: Source, batch: RowBatch, row: int) -> str:
@@ -150,34 +149,28 @@ def grouped(items: Iterable[tuple[Item, int]], *, most_items: int, most_bytes: i
         yield group
 
 
-class ItemGroup(NamedTuple):
-    """Consecutive lines or records of file number `shard`; the first one has index `start` in the part."""
-
-    shard: int
-    start: int
-    items: list[Any]
-
-
 def item_groups(
     part: Part,
     sizes: Sequence[int],
-    read: Callable[[FileSpan], Iterable[tuple[Any, int]]],
+    read: Callable[[int, int, int], Iterable[tuple[Any, int]]],
     *,
     most_items: int,
     most_bytes: int,
-) -> Iterator[ItemGroup]:
+) -> Iterator[tuple[int, int, list[Any]]]:
     """Yield the items of a part of several files in groups (see `grouped`).
+
+    A group has the number of its file, the index of its first item in the part, and its items.
 
     Args:
         part: the part.
         sizes: number of units of each file.
-        read: yields the items of a span with their sizes in bytes.
+        read: yields the items of a file from a start to a stop in its units, with their sizes in bytes.
         most_items, most_bytes: limits of a group.
     """
     start = 0
-    for span in part.files(sizes):
-        for items in grouped(read(span), most_items=most_items, most_bytes=most_bytes):
-            yield ItemGroup(span.file, start, items)
+    for file, first, stop in part.files(sizes):
+        for items in grouped(read(file, first, stop), most_items=most_items, most_bytes=most_bytes):
+            yield file, start, items
             start += len(items)
 
 
@@ -300,9 +293,10 @@ Versions: TypeAlias = Sequence[tuple[str, int, int]]
 
 
 def file_versions(source: Source) -> tuple[tuple[str, int, int], ...]:
-    """Return the versions of a source's files; () for a text tree, which has no file list."""
-    files: Sequence[Path] = getattr(source, "files", ())
-    return tuple((file.name, *version) for file, version in zip(files, each(_version, files), strict=True))
+    """Return the versions of a source's files."""
+    return tuple(
+        (file.name, *version) for file, version in zip(source.files, each(_version, source.files), strict=True)
+    )
 
 
 def _version(file: Path) -> tuple[int, int]:

@@ -1,11 +1,11 @@
-"""A folder of text files: each file is a sequence; files are in name order within each folder."""
+"""Text sources: folders whose files are sequences, in name order, and JSON lines whose records are sequences."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -16,11 +16,10 @@ import pyarrow as pa
 from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.sources import (
     WHOLE,
-    FileSpan,
-    ItemGroup,
     LinePlace,
     Part,
     RowBatch,
+    Source,
     grouped,
     item_groups,
     names_below,
@@ -47,7 +46,7 @@ _MOST_TEXT_BYTES: Final = 1 << 31  # a sequence length has 32 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextTree:
+class TextTree(Source):
     """Text files under `root`; skips hidden names, binary files and links to folders.
 
     Attributes:
@@ -56,15 +55,12 @@ class TextTree:
         output: absolute path of the manifest being written, which is skipped.
     """
 
+    files = ()
     root: Path
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
     tokenizer: Tokenizer
     output: Path | None = None
-
-    @property
-    def units(self) -> int | None:
-        return None
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -159,8 +155,6 @@ def _naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-# JSON lines: each record is a sequence, with a text or token ids in one field.
-
 _USUAL_FIELDS: Final = ("text", "input_ids", "tokens", "token_ids", "content")
 LINE_SUFFIXES: Final = (".jsonl", ".ndjson")
 _BATCH_LINES: Final = 16_384
@@ -185,7 +179,7 @@ class JsonLine(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JsonLines:
+class JsonLines(Source):
     """Records of one or several `.jsonl` files, compressed or not, or of the `.jsonl` members of tars.
 
     Attributes:
@@ -196,6 +190,7 @@ class JsonLines:
         part: lines that begin in this part of the bytes of all files; ids count from its first line.
     """
 
+    is_divisible = True
     path: Path
     files: tuple[Path, ...]
     column: str
@@ -212,9 +207,6 @@ class JsonLines:
     def parts(self) -> int:
         return -(-(self.units or 1) // _PART_BYTES)
 
-    def only(self, part: Part) -> JsonLines:
-        return replace(self, part=part)
-
     def describe(self) -> dict[str, Any]:
         return {
             "kind": "jsonl",
@@ -228,17 +220,14 @@ class JsonLines:
     def is_streamed(self) -> bool:
         return any(map(is_compressed, self.files))
 
-    def batches(self) -> Iterator[RowBatch]:
-        return map(self.count, self.groups())
-
-    def groups(self) -> Iterator[ItemGroup]:
-        def read(span: FileSpan) -> Iterator[tuple[JsonLine, int]]:
-            return ((line, len(line.content)) for line in json_lines(self.files[span.file], span.start, span.stop))
+    def groups(self) -> Iterator[tuple[int, int, list[JsonLine]]]:
+        def read(file: int, start: int, stop: int) -> Iterator[tuple[JsonLine, int]]:
+            return ((line, len(line.content)) for line in json_lines(self.files[file], start, stop))
 
         sizes = [size_of(file) for file in self.files]
         return item_groups(self.part, sizes, read, most_items=_BATCH_LINES, most_bytes=_LINES_BATCH_BYTES)
 
-    def count(self, group: ItemGroup) -> RowBatch:
+    def count(self, group: tuple[int, int, list[JsonLine]]) -> RowBatch:
         shard, start, lines = group
         values = [token_value(line.content, self.column, line.place) for line in lines]
         is_text = np.array([isinstance(value, bytes) for value in values])
@@ -371,18 +360,18 @@ def json_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
             if file.suffix != ".tar":
                 yield from _lines_between(file, stream, start, stop)
                 return
-            for member in line_members(file):
-                if member.stop > start and (stop is None or member.start < stop):
-                    stream.seek(member.start)
-                    yield from _lines_between(file, stream, start, stop, member=member)
+            for first, end in line_members(file):
+                if end > start and (stop is None or first < stop):
+                    stream.seek(first)
+                    yield from _lines_between(file, stream, start, stop, member=(first, end))
     except OSError as error:
         raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error
 
 
 def _lines_between(
-    file: Path, stream: BinaryIO, start: int, stop: int | None, *, member: FileSpan | None = None
+    file: Path, stream: BinaryIO, start: int, stop: int | None, *, member: tuple[int, int] | None = None
 ) -> Iterator[JsonLine]:
-    offset, end = (0, None) if member is None else (member.start, member.stop)
+    offset, end = member or (0, None)
     if start > offset:  # a line that began earlier belongs to the preceding part
         stream.seek(start - 1)
         offset = start + len(next(bounded_lines(stream), b"")) - 1
@@ -401,11 +390,11 @@ def _lines_between(
         offset += len(content)
 
 
-def _line_members(tar: Path) -> list[FileSpan]:
+def _line_members(tar: Path) -> list[tuple[int, int]]:
     with open_input(tar, seekable=True) as stream:
         members = list(tar_files(tar, stream, error=ManifestError))
     lines = [member for member in members if member.name.endswith(LINE_SUFFIXES)]
-    return [FileSpan(0, member.offset_data, member.offset_data + member.size) for member in lines]
+    return [(member.offset_data, member.offset_data + member.size) for member in lines]
 
 
 # Byte spans of a tar's JSON-lines members, cached: each part of the tar needs them.
@@ -431,8 +420,8 @@ def line_at(file: Path, byte_offset: int) -> bytes:
                 stream.seek(byte_offset)
             line = next(bounded_lines(stream), b"")
         if file.suffix == ".tar":
-            span = next((one for one in line_members(file) if one.start <= byte_offset < one.stop), None)
-            return b"" if span is None else line[: span.stop - byte_offset]
+            stop = next((stop for start, stop in line_members(file) if start <= byte_offset < stop), byte_offset)
+            return line[: stop - byte_offset]
         return line
     except OSError as error:
         raise ManifestError(f"cannot read {file}: {error.strerror or error}") from error

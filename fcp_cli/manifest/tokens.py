@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,20 +35,6 @@ from fcp_cli.util.remote import data_path
 from fcp_cli.vision.processors import open_processor, recorded_processor
 
 
-class TokenReader(Protocol):
-    """Random access to tokens by manifest row, with labels if the data marks trained tokens. Thread-safe."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-
-    def __call__(self, row: int) -> Any:
-        """Return the tokens of a sequence, [length] int64, or (tokens, labels); label -100 is not trained.
-
-        Data with masks returns a `MaskedSequence`.
-        """
-
-
 class SyntheticTokens:
     """Random tokens for a manifest without a source; a row is the same on every rank and in every run."""
 
@@ -62,23 +48,44 @@ class SyntheticTokens:
         return generator.integers(0, self.vocab_size, int(self._lengths[row]), np.int64)
 
 
-class CheckedTokens:
-    """Validates tokens of a source against the manifest.
+class TokenReader:
+    """Tokens of a manifest's data by row, checked against the manifest. Thread-safe.
 
-    Raises ManifestError if a sequence's length changed, or if a token is outside the vocabulary, if that is given.
+    Args:
+        tokens: the tokens of the source.
+        lengths: [rows] number of tokens of each row, as the manifest has it.
+        remedy: end of messages about data that changed.
+        entries: size of the model's vocabulary; None: not checked.
+        rule: kind of the masks; None: sequences are causal.
+        masks: [rows] Arrow lists of mask numbers; None if the kind needs none.
     """
 
-    def __init__(self, tokens: SourceTokens, lengths: IntArray, remedy: str, *, entries: int | None = None) -> None:
-        self._tokens = tokens
-        self._lengths = lengths
-        self._remedy = remedy
-        self._entries = entries
+    def __init__(
+        self,
+        tokens: SourceTokens,
+        lengths: IntArray,
+        remedy: str,
+        *,
+        entries: int | None = None,
+        rule: MaskRule | None = None,
+        masks: Any = None,
+    ) -> None:
+        self._tokens, self._lengths, self._remedy, self._entries = tokens, lengths, remedy, entries
+        self._rule, self._masks = rule, masks
 
     @property
     def vocab_size(self) -> int:
+        """One more than the largest token id."""
         return self._tokens.vocab_size
 
-    def __call__(self, row: int) -> IntArray | tuple[IntArray, IntArray]:
+    def __call__(self, row: int) -> IntArray | tuple[IntArray, IntArray] | MaskedSequence:
+        """Return the tokens of a sequence, [length] int64, or (tokens, labels); label -100 is not trained.
+
+        Data with masks returns a `MaskedSequence`.
+
+        Raises:
+            ManifestError: the sequence changed since the manifest was built, or has a token beyond the vocabulary.
+        """
         try:
             found = self._tokens(row)
         except ManifestError as error:
@@ -88,7 +95,7 @@ class CheckedTokens:
                 f"the data changed since the manifest was built, so its row {row} cannot be read: {error}; "
                 f"{self._remedy}"
             ) from error
-        tokens = found[0] if isinstance(found, tuple) else found
+        tokens, labels = found if isinstance(found, tuple) else (found, None)
         if len(tokens) != self._lengths[row]:
             raise ManifestError(
                 f"{self._tokens.place(row)} changed since the manifest was built: it has {len(tokens)} tokens, but row "
@@ -100,29 +107,9 @@ class CheckedTokens:
                 f"{self._tokens.place(row)}, row {row} of the manifest, has the token {beyond}, but the model's "
                 f"vocabulary has {self._entries} entries; choose the tokenizer's own model"
             )
-        return found
-
-
-class MaskedTokens:
-    """Combines tokens with the masks in a manifest.
-
-    Args:
-        tokens: the tokens of the sequences.
-        rule: kind of the masks.
-        numbers: [rows] Arrow lists of mask numbers; None if the kind needs none.
-    """
-
-    def __init__(self, tokens: CheckedTokens, rule: MaskRule, numbers: Any) -> None:
-        self._tokens, self._rule, self._numbers = tokens, rule, numbers
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokens.vocab_size
-
-    def __call__(self, row: int) -> MaskedSequence:
-        found = self._tokens(row)
-        tokens, labels = found if isinstance(found, tuple) else (found, None)
-        numbers = [] if self._numbers is None else self._numbers[int(row)].as_py()
+        if self._rule is None:
+            return found
+        numbers = [] if self._masks is None else self._masks[int(row)].as_py()
         return MaskedSequence(tokens=tokens, labels=labels, mask=self._rule.mask(numbers))
 
 
@@ -149,16 +136,14 @@ def open_tokens(
     lengths = table.length_tokens
     if recorded is None:
         own = _own_tokens(path, table.column)
-        return CheckedTokens(own, lengths, "plan it again", entries=entries)
+        return TokenReader(own, lengths, "plan it again", entries=entries)
     if source is not None:
         recorded = recorded | {"path": str(data_path(source).absolute())}
     remedy = _remedy(recorded, path)
     tokens = _source_tokens(path, _with_tokenizer(recorded, kept), remedy)
-    checked = CheckedTokens(tokens, lengths, remedy, entries=entries)
-    if recorded.get("mask") is None:
-        return checked
-    rule = mask_rule(recorded["mask"])
-    return MaskedTokens(checked, rule, _column(path, MASK_COLUMN) if rule.column else None)
+    rule = None if recorded.get("mask") is None else mask_rule(recorded["mask"])
+    masks = None if rule is None or not rule.column else _column(path, MASK_COLUMN)
+    return TokenReader(tokens, lengths, remedy, entries=entries, rule=rule, masks=masks)
 
 
 def open_media(manifest_path: str | Path) -> MediaRecords | None:

@@ -1,4 +1,4 @@
-"""Reads a model description from a Hugging Face config.json."""
+"""Model descriptions read from a Hugging Face config.json: field names, class defaults and what is supported."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def read_hf_config(path: Path) -> HfConfig:
         raise ProfileError(f"{path}: model_type is {model_type!r}; known: {', '.join(sorted(ARCHITECTURES))}")
     architecture = ARCHITECTURES[model_type]
     figures = _text_figures(whole, architecture, where=str(path))
+    named = document.get("_name_or_path")
     return HfConfig(
-        name=Path(_named(document) or path.resolve().parent.name).name or path.stem,
+        name=Path((isinstance(named, str) and named) or path.resolve().parent.name).name or path.stem,
         architecture=architecture if family is None else family.architecture,
         figures={key: value for key, value in figures.items() if value is not None},
         vision=None if family is None else vision_figures(document, family, where=path),
@@ -99,11 +100,6 @@ def _block(document: Mapping[str, Any], key: str, path: Path | str) -> dict[str,
     if not isinstance(block, dict):
         raise ProfileError(f"{path}: {key} is {kind_of(block)}; it must be a mapping")
     return block
-
-
-def _named(document: Mapping[str, Any]) -> str:
-    name = document.get("_name_or_path")
-    return name if isinstance(name, str) else ""
 
 
 def _text_figures(text: Mapping[str, Any], architecture: Architecture, *, where: str) -> dict[str, Any]:
@@ -286,8 +282,6 @@ def _attention(text: Mapping[str, Any], architecture: Architecture, *, where: st
 def _repeated(kind: Attention, period: Any) -> list[Attention]:
     return [kind] * (period - 1) if isinstance(period, int) and 0 < period <= MOST_LAYERS else []
 
-
-# Field names and defaults of config.json by model type, for reading and writing.
 
 # Model type of a language model -> architecture with the same layers.
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {

@@ -1,4 +1,4 @@
-"""Model descriptions, read from YAML in `profiles/models` or from a Hugging Face config.json."""
+"""Model descriptions from YAML in `profiles/models` or a Hugging Face config.json, and their operations."""
 
 from __future__ import annotations
 
@@ -351,8 +351,6 @@ def _vision_complaints(spec: ModelSpec, vision: VisionSpec) -> list[tuple[bool, 
         ),
     ]
 
-
-# Model and cluster descriptions in YAML: found by name, alias or path; each value has its source.
 
 _YAML: Final = (".yaml", ".yml")
 Kind = Literal["model", "cluster"]

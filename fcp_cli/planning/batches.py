@@ -1,4 +1,4 @@
-"""The global batches of a manifest: the sequences of each optimizer step, before any planning.
+"""The global batches of a manifest, a mixture or a stopped run: the sequences of each step, before any planning.
 
 Every epoch is a permutation of the rows (their own order without shuffling), cut into global batches that never cross
 an epoch. The permutation of epoch e comes from PCG64 seeded with (seed, e), so any step can be made independently.
@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fcp_cli.cost.model import vision_seconds
 from fcp_cli.errors import ManifestError, OverlongError, UsageError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import ROWS_IN_MEMORY, LengthTable, chunked, new_column
@@ -33,8 +34,9 @@ from fcp_cli.plan.metadata import (
     offsets_by_tokens,
     steps_per_epoch,
 )
-from fcp_cli.planning.problem import Batch, Problem, batch_encoder_seconds, batch_work
-from fcp_cli.util.arrays import IntArray
+from fcp_cli.plan.pricing import single_rank_work, without_pictures
+from fcp_cli.planning.problem import Batch, Problem
+from fcp_cli.util.arrays import Int32Array, IntArray
 from fcp_cli.util.records import content_hash_of
 from fcp_cli.util.words import counted
 
@@ -166,17 +168,8 @@ class GlobalBatches:
 
     def batch(self, step: int) -> Batch:
         """Make the global batch of a step, counted from 0."""
-        return self._batch_of(step, *self._sequences(step))
-
-    def _batch_of(self, step: int, rows: IntArray, sequences: LengthTable) -> Batch:
-        return Batch(
-            step=step,
-            rows=rows,
-            lengths=sequences.length_tokens.astype(np.int32),
-            work=batch_work(sequences, self.problem),
-            encoder_seconds=batch_encoder_seconds(sequences, self.problem),
-            seed=step_seed(self.settings.seed, step),
-        )
+        rows, sequences = self._sequences(step)
+        return batch_of(sequences, self.problem, step=step, rows=rows, seed=step_seed(self.settings.seed, step))
 
     def _sequences(self, step: int) -> tuple[IntArray, LengthTable]:
         """Return the manifest rows of a step, and a table of their lengths."""
@@ -237,16 +230,20 @@ def batches_of(lengths: npt.ArrayLike, problem: Problem) -> GlobalBatches:
     return GlobalBatches(table, problem, BatchSettings(global_batch_size=len(table), shuffle=False))
 
 
-def batch_of(sequences: LengthTable, problem: Problem, *, step: int = 0) -> Batch:
-    """Return the sequences as one global batch, priced for the problem; its `rows` are positions in `sequences`."""
-    lengths = sequences.length_tokens
+def batch_of(
+    sequences: LengthTable, problem: Problem, *, step: int = 0, rows: IntArray | None = None, seed: int = 0
+) -> Batch:
+    """Return the sequences as one global batch, with their work on a single rank; `rows` default to their positions."""
+    # If all ranks of a wave share the encoder's work, it is no part of a sequence's own.
+    shares = problem.encoder_balance is not None
+    own = without_pictures(sequences) if shares else sequences
     return Batch(
         step=step,
-        rows=np.arange(len(lengths)),
-        lengths=lengths.astype(np.int32),
-        work=batch_work(sequences, problem),
-        encoder_seconds=batch_encoder_seconds(sequences, problem),
-        seed=0,
+        rows=np.arange(len(sequences)) if rows is None else rows,
+        lengths=sequences.length_tokens.astype(np.int32),
+        work=single_rank_work(own, problem.profile, problem.padding_multiple),
+        encoder_seconds=vision_seconds(sequences, problem.profile) if shares else None,
+        seed=seed,
     )
 
 
@@ -446,15 +443,6 @@ def _source_names(names: Sequence[str]) -> list[str]:
     return [file if files.count(file) == 1 else one for file, one in zip(files, short, strict=True)]
 
 
-def mixed_files(words: Sequence[str]) -> list[Path]:
-    """Return the manifests named by `--mix`, each once.
-
-    Raises:
-        UsageError: a word is not FILE:WEIGHT[@STEP].
-    """
-    return list(dict.fromkeys(Path(_parsed(word, 0)[0]) for word in words))
-
-
 def _parsed(word: str, first_step: int) -> tuple[str, float, int]:
     name, _, rest = word.rpartition(":")
     weight, _, step = rest.partition("@")
@@ -615,3 +603,111 @@ def _encrypted(
         left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
     encrypted: npt.NDArray[np.uint64] = (left << shift) | right
     return encrypted
+
+
+# Global batches of the remaining steps of a run, unchanged, so that the run keeps its batches, steps and schedule.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemainingSteps:
+    """Untrained steps of a plan.
+
+    Attributes:
+        continues: the run up to these steps.
+        offsets: [steps + 1] offsets of each step's sequences.
+        rows, lengths: manifest row and planned tokens of each sequence.
+        overlong: policy of the plan for overlong sequences.
+    """
+
+    continues: Continuation
+    offsets: IntArray
+    rows: IntArray
+    lengths: Int32Array
+    overlong: OverlongReport
+
+
+class RemainingBatches(GlobalBatches):
+    """Global batches of `remaining`; `batch(0)` is the first untrained one.
+
+    Raises:
+        OverlongError: the ranks cannot hold the longest remaining sequence.
+    """
+
+    def __init__(
+        self, table: LengthTable, problem: Problem, settings: BatchSettings, remaining: RemainingSteps
+    ) -> None:
+        _require_room(table, problem, remaining)
+        self.problem = problem
+        self.settings = settings
+        self.overlong = remaining.overlong
+        # Planned lengths, since overlong sequences may have been truncated.
+        lengths = table.length_tokens.copy()
+        lengths[remaining.rows] = remaining.lengths
+        self.table = replace(table, length_tokens=lengths)
+        self.continues = remaining.continues
+        self._remaining = remaining
+        self._offsets = None
+        self.sequences = len(self.rows)
+
+    @property
+    def rows(self) -> IntArray:
+        """[rows] remaining manifest rows, ascending."""
+        return np.unique(self._remaining.rows)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Most tokens of a remaining sequence."""
+        return int(self._remaining.lengths.max())
+
+    def __len__(self) -> int:
+        return len(self._remaining.offsets) - 1
+
+    def batch(self, step: int) -> Batch:
+        """Return the global batch of a remaining step, counted from 0."""
+        members = slice(self._remaining.offsets[step], self._remaining.offsets[step + 1])
+        rows = self._remaining.rows[members]
+        number = self._remaining.continues.first_step + step
+        seed = step_seed(self.settings.seed, number)
+        batch = batch_of(self.table.take(rows), self.problem, step=number, rows=rows, seed=seed)
+        return replace(batch, lengths=self._remaining.lengths[members])
+
+
+class ChangedMixture(GlobalBatches):
+    """Global batches of a mixture that continues a run with changed weights; `batch(0)` is the first untrained one.
+
+    Raises:
+        OverlongError, ManifestError: as in `GlobalBatches`, or no step remains.
+    """
+
+    def __init__(
+        self,
+        table: LengthTable,
+        problem: Problem,
+        settings: BatchSettings,
+        continues: Continuation,
+        options_that_hold: Callable[[int], str] | None = None,
+    ) -> None:
+        super().__init__(table, problem, settings, options_that_hold)
+        self.continues = continues
+        if len(self) < 1:
+            raise ManifestError(f"{table.name}: step {self.first_step} is beyond its last; the run is complete")
+
+    def __len__(self) -> int:
+        return super().__len__() - self.first_step
+
+    def batch(self, step: int) -> Batch:
+        """Return the global batch of a remaining step, counted from 0."""
+        return super().batch(self.first_step + step)
+
+
+def _require_room(table: LengthTable, problem: Problem, remaining: RemainingSteps) -> None:
+    most = problem.num_ranks * problem.tokens_per_rank
+    longest = int(np.argmax(remaining.lengths))
+    tokens = int(remaining.lengths[longest])
+    if tokens > most:
+        raise OverlongError(
+            f"{table.name}: row {remaining.rows[longest]} ({tokens} tokens) is still to be trained, but "
+            f"{problem.num_ranks} ranks of {problem.tokens_per_rank} tokens hold at most {most}; give "
+            f"--tokens-per-rank {-(-tokens // problem.num_ranks)}, or at least "
+            f"{-(-tokens // problem.tokens_per_rank)} --ranks"
+        )

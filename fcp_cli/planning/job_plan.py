@@ -34,7 +34,8 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, batch_of, spread_steps
 from fcp_cli.planning.drafts import Draft, assignment_of, best_fit_decreasing, members_by_pack
-from fcp_cli.planning.make_plan import Journal, is_begun, kept_steps, plan_metadata, plan_step
+from fcp_cli.planning.journal import PlanJournal, is_begun
+from fcp_cli.planning.make_plan import kept_steps, plan_metadata, plan_step
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.padded import Padded
 from fcp_cli.planning.problem import problem_of
@@ -83,16 +84,15 @@ class JobPlanner:
         manifest = manifest_of(plan)
         _write_manifest(manifest, rows)
         assumptions = Assumptions()
-        self._request = _request(manifest, plan, job, wish)
-        inputs = resolve(self._request, assumptions)
+        inputs = resolve(_request(manifest, plan, job, wish), assumptions)
         _require_encoder(inputs)
         before = plan.with_name("profile.yaml") if is_begun(plan) and wish.profile is None else None
-        self._inputs, self._measures, self._times = _with_times(self._request, inputs, before)
+        self._inputs, self._measures, self._times = _with_times(inputs, before)
         self._batches = self._inputs.batches()
         if job.epochs is None:
             self._batches.settings = replace(self._batches.settings, epochs=_ENDLESS_EPOCHS)
         self._solver = make_solver("fcp", self._batches)
-        self._journal = Journal(plan, plan_metadata(self._inputs.table, self._batches, self._solver))
+        self._journal = PlanJournal(plan, plan_metadata(self._inputs.table, self._batches, self._solver))
         self._journal.read_refit()
         self._refitter = Refitter(self._inputs.problem, most_change=MOST_FACTOR)
         self._priced_by: ScheduledRefit | None = None
@@ -197,7 +197,7 @@ class JobPlanner:
     def _planned(self) -> Iterator[StepPlan]:
         """Yield all steps: those of the journal, then newly planned ones."""
         kept = 0
-        if self._journal.exists:
+        if is_begun(self._path):
             for step in kept_steps(self._batches, self._journal):
                 kept += 1
                 yield step
@@ -221,14 +221,14 @@ class JobPlanner:
         foreseen = self._batches.steps_per_epoch if self._job.epochs is None else len(self._batches)
         if step.step + 1 == min(_SHOWN_STEPS, foreseen):
             _say(f"{_decided(self._job, self._batches, self._shown)} ({self._times})")
-            if gain := _gain_of_another_recipe(self._request, self._inputs):
+            if gain := _gain_of_another_recipe(self._inputs):
                 _say(gain)
 
 
-def _gain_of_another_recipe(request: PlanRequest, inputs: PlanInputs) -> str:
+def _gain_of_another_recipe(inputs: PlanInputs) -> str:
     """Return a line about settings under which the script's steps would be faster, or ""."""
     sample = [] if inputs.data is None else inputs.data.sample(inputs.problem)
-    remedy, _tried = best_remedy(request, inputs, sample)
+    remedy, _tried = best_remedy(inputs, sample)
     if remedy is None:
         return ""
     return f"the script has a recipe of its own; its steps would take {1 - remedy.factor:.0%} less with {remedy.flags}"
@@ -272,7 +272,7 @@ def _request(manifest: Path, plan: Path, job: JobFacts, wish: PlanningWish) -> P
     )
 
 
-def _with_times(request: PlanRequest, inputs: PlanInputs, before: Path | None) -> tuple[PlanInputs, bool, str]:
+def _with_times(inputs: PlanInputs, before: Path | None) -> tuple[PlanInputs, bool, str]:
     """Return the inputs with the profile that the job plans with.
 
     Args:
@@ -282,12 +282,12 @@ def _with_times(request: PlanRequest, inputs: PlanInputs, before: Path | None) -
         (inputs, whether to refit to the first minute of training, phrase about the profile for messages).
     """
     profile = inputs.problem.profile
-    if profile.origin != "analytic" or request.model is None:
+    if profile.origin != "analytic" or inputs.request.model is None:
         return inputs, False, profile.origin
     if before is None:
         return inputs, True, "computed; the first minute of training is measured"
     priced = load_cost_profile(before)
-    problem = replace(inputs.problem, profile=priced, attention=split_attention(request, priced))
+    problem = replace(inputs.problem, profile=priced, attention=split_attention(inputs.request, priced))
     return replace(inputs, problem=problem), True, "those with which the job began"
 
 

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from fcp_cli import __version__
-from fcp_cli.errors import FcpError, Interrupted
+from fcp_cli.errors import Interrupted
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_step
-from fcp_cli.plan.file import plan_writer, steps_in_order, steps_to_arrow
-from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, ScheduledRefit, planned_masks
+from fcp_cli.plan.file import plan_writer
+from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, planned_masks
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.journal import PlanJournal
 from fcp_cli.planning.problem import Batch, Problem, Solver
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.planning.solvers import make_planning_solver
 from fcp_cli.util.compiling import timed_loading
-from fcp_cli.util.files import replaced_atomically, write_text_atomically
-from fcp_cli.util.inputs import DamagedError, read_object, read_text
 from fcp_cli.util.machine import usable_cores
 from fcp_cli.util.pool import in_order
-from fcp_cli.util.records import read_records, table_content, table_of_content, write_record
-from fcp_cli.util.validation import validated
-from fcp_cli.util.words import first_sentence
 
 OnStep = Callable[[StepPlan], None]
 _JOURNAL_FROM_STEPS = 1000  # shorter plans are faster to redo than to resume
@@ -85,11 +78,9 @@ def make_plan(
     path: Path,
     inputs: PlanInputs,
     *,
-    solver_name: str,
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
-    **limits: int | None,
 ) -> PlanResult:
     """Plan every step and write the plan, atomically replacing an existing file at `path`.
 
@@ -97,12 +88,10 @@ def make_plan(
 
     Args:
         path: plan file.
-        inputs: manifest, problem and batch settings.
-        solver_name: one of `solvers.solver_names()`.
+        inputs: manifest, problem and batch settings; its request names the solver and limits of rings.
         on_step: callback after each planned step, for progress.
         workers: number of planning processes; None: `default_workers`. The plan does not depend on it.
         resume: whether to continue from the journal of an interrupted run with the same inputs; the plan is the same.
-        limits: max_degree, max_groups or max_peers of the whole plan; see `solvers.make_solver`.
 
     Raises:
         OverlongError, ManifestError, UsageError: invalid input; nothing was written.
@@ -111,9 +100,9 @@ def make_plan(
     """
     started = time.perf_counter()
     batches = inputs.batches()
-    solver = make_planning_solver(solver_name, batches, **limits)
+    solver = make_planning_solver(inputs.request.solver, batches, **inputs.request.limits)
     metadata = plan_metadata(inputs.table, batches, solver)
-    journal = Journal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
+    journal = PlanJournal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)
     workers = workers or default_workers(len(batches), batches.settings.global_batch_size)
     try:
@@ -143,7 +132,7 @@ def _journalled_steps(
     batches: GlobalBatches,
     solver: Solver,
     workers: int,
-    journal: Journal | None,
+    journal: PlanJournal | None,
     resume: bool,
 ) -> Iterator[StepPlan]:
     """Yield the steps of a plan in order: those of the journal, then newly planned ones."""
@@ -162,11 +151,11 @@ def _journalled_steps(
             yield step
 
 
-def kept_steps(batches: GlobalBatches, journal: Journal) -> Iterator[StepPlan]:
+def kept_steps(batches: GlobalBatches, journal: PlanJournal) -> Iterator[StepPlan]:
     """Yield the steps of a journal, each validated against its batch, since digests do not detect forgery.
 
     Raises:
-        FcpError: as in `Journal.resume`, or a step is not a valid plan of its batch.
+        FcpError: as in `PlanJournal.resume`, or a step is not a valid plan of its batch.
     """
     profile, table = batches.problem.profile, batches.table
     for number, step in enumerate(journal.resume()):
@@ -181,7 +170,7 @@ def kept_steps(batches: GlobalBatches, journal: Journal) -> Iterator[StepPlan]:
         yield step
 
 
-def _interrupted(journal: Journal | None, step: int, steps: int) -> str:
+def _interrupted(journal: PlanJournal | None, step: int, steps: int) -> str:
     if journal is not None and journal.steps_kept:
         return f"interrupted after step {step} of {steps}; no plan was written; continue with --resume"
     return f"interrupted after step {step} of {steps}; no plan was written"
@@ -263,141 +252,3 @@ def _start_worker(problem: Problem, solver: Solver) -> None:
 def _plan_task(batches: list[Batch]) -> list[StepPlan]:
     assert _problem is not None and _solver is not None
     return [plan_step(batch, _problem, _solver) for batch in batches]
-
-
-# Journal of the finished steps of a plan in progress, from which `--resume` continues.
-#
-# A folder `.NAME.journal` holds `key` (a hash of everything that determines the plan) and parts `000000.steps`, ...
-# Each part is written atomically with a digest, so that after a crash the folder holds a valid prefix of the plan.
-
-_FORMAT: Final = "fcp-journal/2"
-_REFIT: Final = "refit.json"
-_ROWS_PER_PART = 8_192
-
-
-def is_begun(plan: Path) -> bool:
-    """Return whether a plan is in progress or was interrupted."""
-    return (_folder(plan) / "key").is_file()
-
-
-def _folder(plan: Path) -> Path:
-    return plan.with_name(f".{plan.name}.journal")
-
-
-class Journal:
-    """Journal of one plan.
-
-    Args:
-        path: plan file in progress.
-        metadata: metadata of the plan, without totals and hash.
-
-    Attributes:
-        metadata: the given metadata, plus the recorded refit.
-    """
-
-    def __init__(self, path: Path, metadata: PlanMetadata) -> None:
-        self._path = path
-        self.folder = _folder(path)
-        asked = replace(metadata, refits=None)  # refits only arise during training
-        self._key = f"{_FORMAT} {hashlib.sha256(asked.hashed_json()).hexdigest()}"
-        self.metadata = metadata
-        self._due = metadata.first_step
-        self._parts = 0
-        self._pending: list[StepPlan] = []
-        self._rows = 0
-
-    @property
-    def exists(self) -> bool:
-        return (self.folder / "key").is_file()
-
-    @property
-    def steps_kept(self) -> bool:
-        """Whether the journal has steps to resume from.
-
-        Checks the disk, since Ctrl-C may arrive between writing a part and counting it.
-        """
-        return self._part(0).exists()
-
-    def start(self) -> None:
-        """Start an empty journal, removing an older one."""
-        self.remove()
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            raise FcpError(f"cannot write {self.folder}: {error.strerror or error}") from error
-        write_text_atomically(self.folder / "key", self._key)
-
-    def resume(self) -> Iterator[StepPlan]:
-        """Return the steps of an interrupted run of the same plan; later `append` calls extend the same journal.
-
-        Raises:
-            FcpError: there is no journal, or it belongs to another plan; while iterating, a part is damaged.
-        """
-        if not self.exists:
-            raise FcpError(f"nothing to resume: there is no {self.folder}; run without --resume")
-        if read_text(self.folder / "key", error=FcpError, label="the journal ") != self._key:
-            raise FcpError(
-                f"cannot resume: {self.folder} was begun with another manifest, cost profile or options, or by another "
-                "version of fcp; give the same ones, or run without --resume to start over"
-            )
-        return self._kept_steps()
-
-    def note_refit(self, refit: ScheduledRefit) -> None:
-        """Record the refit of the following steps, before any of them is planned."""
-        self.metadata = replace(self.metadata, refits=(refit,))
-        write_text_atomically(self.folder / _REFIT, json.dumps(asdict(refit)))
-
-    def read_refit(self) -> None:
-        """Load the refit of an interrupted run, if any, into the metadata."""
-        path = self.folder / _REFIT
-        if path.is_file():
-            kept = validated(read_object(path, error=FcpError), ScheduledRefit, where=str(path), error=FcpError)
-            self.metadata = replace(self.metadata, refits=(kept,))
-
-    def all_steps(self) -> Iterator[StepPlan]:
-        """Yield all steps from the first on: those written to parts, then pending ones."""
-        yield from Journal(self._path, self.metadata).resume()
-        yield from self._pending
-
-    def _kept_steps(self) -> Iterator[StepPlan]:
-        while (part := self._part(self._parts)).exists():
-            try:
-                steps = self._steps_of(part)
-            except (OSError, DamagedError) as error:
-                raise self.damaged(first_sentence(error), part) from error
-            self._parts += 1
-            yield from steps
-
-    def damaged(self, reason: str, place: Path | None = None) -> FcpError:
-        """Return the error of a damaged journal."""
-        return FcpError(
-            f"cannot resume: {place or self.folder} is damaged: {reason}; run without --resume to start over"
-        )
-
-    def _steps_of(self, part: Path) -> list[StepPlan]:
-        contents = list(read_records(part))
-        if len(contents) != 1:
-            raise DamagedError("it does not hold one whole record")
-        rows = self.metadata.manifest.rows
-        steps = steps_in_order(table_of_content(contents[0]), self.metadata, rows=rows, due=self._due)
-        self._due += len(steps)
-        return steps
-
-    def append(self, step: StepPlan) -> None:
-        """Append the next step; it is only written to disk once its part is full."""
-        self._pending.append(step)
-        self._rows += len(step)
-        if self._rows < _ROWS_PER_PART:
-            return
-        table = steps_to_arrow(self._pending)
-        with replaced_atomically(self._part(self._parts)) as temporary, temporary.open("wb") as file:
-            write_record(file, table_content(table))
-        self._parts += 1
-        self._pending, self._rows = [], 0
-
-    def remove(self) -> None:
-        """Remove the journal, ignoring errors; `start` fails if it could not be removed."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f"{number:06}.steps"

@@ -28,7 +28,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, step_seed
 from fcp_cli.planning.candidates import FcpSolver, solver_of
-from fcp_cli.planning.online_journal import OnlineJournal, table_of_columns
+from fcp_cli.planning.journal import StreamJournal, table_of_columns
 from fcp_cli.planning.problem import Problem, Solver, problem_of
 from fcp_cli.planning.refitting import Refitter
 from fcp_cli.planning.solvers import make_solver
@@ -78,7 +78,7 @@ class Service:
         if self.settings.options.refit_every is not None and self.settings.metadata.pipeline is not None:
             raise PlanError("refit_every does not support pipelines, whose micro-batches depend on each other; drop it")
         self._planner = StreamPlanner(self.settings.metadata)
-        self._journal = OnlineJournal(Path(facts["plan"]))
+        self._journal = StreamJournal(Path(facts["plan"]))
         self._kept = self._journal.begin(self.settings.metadata, facts["first_step"])
         self.first_sequence = 0 if self._kept is None else len(self._kept)
 
@@ -222,10 +222,10 @@ class StreamPlanner:
         checked_table("the stream", "length", table.length_tokens, {})
         self._require_room(table, first_sequence)
         places = np.arange(len(table))
-        batch = replace(
-            batch_of(
-                table.take(places), self._problem, step=step
-            ),  # take copies: compiled code rejects Arrow's read-only arrays
+        batch = batch_of(
+            table.take(places),  # copies: compiled code rejects Arrow's read-only arrays
+            self._problem,
+            step=step,
             rows=first_sequence + places,
             seed=step_seed(self.metadata.seed, step),
         )

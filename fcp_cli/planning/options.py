@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fcp_cli.cost.recipe import KernelChoice, RecipeRequest
+from fcp_cli.cost.recipe import RecipeRequest
 from fcp_cli.util.options import (
     MOST_EPOCHS,
     MOST_RANKS,
@@ -47,9 +47,6 @@ class PlanRequest:
             common=True,
         ),
     ] = None
-    attention_kernel: Annotated[
-        KernelChoice, Opt("Attention kernel to price without a profile; auto: the cluster's first.")
-    ] = "auto"
     ranks: Annotated[int | None, Opt("Model replicas.", min=1, max=MOST_RANKS, unset="the cluster's", common=True)] = (
         None
     )
@@ -86,7 +83,6 @@ class PlanRequest:
         Literal["training", "forward"],
         Opt("Passes of micro-batches; forward: no backward, for log-probabilities."),
     ] = "training"
-    headroom: Annotated[float, Opt("Fraction of the token budget to leave free.", min=0, below=1)] = 0.0
     device_hour_price: Annotated[float | None, Opt("Price of a device-hour, for the cost in the verdict.", min=0)] = (
         None
     )
@@ -116,9 +112,7 @@ class PlanRequest:
     ] = 1
     padded_rings: Annotated[
         bool,
-        Opt(
-            "Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", negatable=True, group="Rings"
-        ),
+        Opt("Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", group="Rings"),
     ] = False
     attention: Annotated[
         Literal["ring", "ulysses", "2d", "auto"],
@@ -174,10 +168,34 @@ class PlanRequest:
     last_batch: Annotated[
         Literal["keep", "drop"], Opt("What to do with the last, partial batch of an epoch.", group="Global batches")
     ] = "keep"
-    mix: tuple[str, ...] = ()  # an option of fcp plan
     length_column: Annotated[
         str,
         Opt(
             "Column with lengths, or with lists of tokens; without a length, a usual name is found.", group="Sequences"
         ),
     ] = "length"
+
+    # Options of fcp plan only.
+    mix: tuple[str, ...] = ()
+    solver: str = "fcp"
+    max_degree: int | None = None
+    max_groups: int | None = None
+    max_peers: int | None = None
+
+    as_needed: bool = True  # whether the recipe search tries as-needed recomputation, which rivals ignore
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """Limits on rings, as options of a solver."""
+        return {name: getattr(self, name) for name in ("max_degree", "max_groups", "max_peers")}
+
+    @property
+    def manifests(self) -> list[Path]:
+        """The manifest, or those of the mixture, whose words `read_mixture` validates."""
+        mixed = dict.fromkeys(Path(word.rpartition(":")[0]) for word in self.mix)
+        return [*([] if self.manifest is None else [self.manifest]), *mixed]
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that the options name, which a plan must not overwrite."""
+        return [*self.manifests, *([] if self.profile is None else [self.profile])]

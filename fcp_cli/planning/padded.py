@@ -19,9 +19,9 @@ import numpy as np
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.setup import padded_tokens
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.batches import GlobalBatches
+from fcp_cli.planning.batches import GlobalBatches, batch_of
 from fcp_cli.planning.drafts import Draft, assignment_of, quickest_solver
-from fcp_cli.planning.problem import Assignment, Batch, Problem, batch_work
+from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.static import TUNING_STEPS, holding_degrees
 from fcp_cli.util.arrays import IntArray
 
@@ -63,7 +63,7 @@ class Padded:
         """Return the batch with each sequence padded to the longest of its run."""
         sequences = self._table.take(batch.rows)
         lengths = _padded_to_longest(sequences.length_tokens, self._rows)
-        work = batch_work(replace(sequences, length_tokens=lengths), self._problem)
+        work = batch_of(replace(sequences, length_tokens=lengths), self._problem).work
         return replace(batch, lengths=lengths.astype(np.int32), work=work)
 
     def seconds(self, batch: Batch) -> float:

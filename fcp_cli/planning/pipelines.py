@@ -1,4 +1,4 @@
-"""Planning for pipeline parallelism: micro-batches of equal duration, judged by the exact timeline.
+"""Planning for pipeline parallelism: micro-batches of equal duration, judged by the exact timeline of `pipeline_of`.
 
 The bubble of a P-stage pipeline is about P - 1 micro-batches per step, and all stages wait behind a micro-batch that is
 longer than its neighbours. Micro-batches that run at the same time should therefore take equally long (as in
@@ -19,15 +19,26 @@ Plans made without stages compete. The fastest answers are then tried with their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
 
+from fcp_cli.cost.levels import RecomputeLevel, seconds_by_stage
 from fcp_cli.cost.model import group_seconds
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile
+from fcp_cli.cost.recipe import Recipe
+from fcp_cli.errors import ProfileError, UsageError
+from fcp_cli.memory.activations import kept_bytes, plain_loss_bytes
+from fcp_cli.memory.fitting import JobRanks
+from fcp_cli.memory.items import precision_of
+from fcp_cli.memory.state import backward_of
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.model import ModelSpec, known_model
 from fcp_cli.plan.metadata import Sync
-from fcp_cli.plan.setup import Prices
+from fcp_cli.plan.setup import Pipeline, Prices
 from fcp_cli.plan.simulation.microbatches import AssignedSequences, Replicas, lay
 from fcp_cli.plan.simulation.pipeline import Pipelines, better_places, makespan_seconds
 from fcp_cli.plan.step import StepPlan, offsets_of, sizes_of
@@ -36,6 +47,7 @@ from fcp_cli.planning.compiled.core import PlannerInputs
 from fcp_cli.planning.groups import reordered, tree_blocks, wave_orders
 from fcp_cli.planning.problem import Assignment, Batch, Problem, work_on
 from fcp_cli.util.arrays import FloatArray, IntArray
+from fcp_cli.util.console import Assumptions
 
 # Target durations of micro-batches, as shares of the least step time. Literals: powers may differ in the last bit.
 _SHARES = 0.02, 0.026, 0.034, 0.044, 0.057, 0.073, 0.095, 0.12, 0.16, 0.21, 0.27, 0.35, 0.45, 0.6
@@ -297,3 +309,101 @@ def plain_problems(problem: Problem, longest_tokens: int, widest: int) -> Iterat
         if tokens * widest >= longest_tokens:
             for sync in syncs if problem.sync == "iteration" and part == _BUDGETS[0] else syncs[:1]:
                 yield replace(problem, pipeline=None, sync=sync, tokens_per_rank=tokens)
+
+
+# Pipeline settings that a cost profile lacks, derived from model and cluster if known.
+#
+# Forward and backward split a block's seconds by their matrix products. The loss head gets its share of the model's
+# matrix parameters (22 % of Qwen3-1.7B's, 8 % of Qwen3-8B's). A stage sends hidden states, sharded by tensor
+# parallelism, over the slower of the profile's links, since Megatron places stages as far apart as it can.
+
+
+def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None, *, tokens: int = 0) -> Pipeline | None:
+    """Return the pipeline of a rank, or None without pipeline parallelism.
+
+    Args:
+        profile: source of model, cluster and bandwidths, and of the recipe if `recipe` is None.
+        ranks: source of stages and virtual stages.
+        recipe: recipe of the plan.
+        tokens: token budget, for as-needed recomputation by stage.
+
+    Raises:
+        UsageError: there are more blocks than layers.
+    """
+    if ranks.pipeline_parallel == 1:
+        return None
+    recipe = recipe or profile.recipe or Recipe()
+    recomputes = recipe.recomputes_matrices
+    spec = known_model(profile.model)
+    if spec is None:
+        # A backward has twice the matrix products of a forward, plus a forward if layers recompute.
+        unknown = 1 / 4 if recomputes else 1 / 3
+        return Pipeline(
+            virtual_stages=ranks.virtual_stages, forward_share=1.0 if profile.phase == "forward" else unknown
+        )
+    blocks = ranks.pipeline_parallel * ranks.virtual_stages
+    if blocks > spec.num_layers:
+        raise UsageError(
+            f"{ranks.pipeline_parallel} stages of {ranks.virtual_stages} blocks of layers each exceed the "
+            f"{spec.num_layers} layers of {spec.name}; give fewer --virtual-stages"
+        )
+    sent_bytes = precision_of(recipe).activation * spec.hidden_size / ranks.tensor_parallel
+    passes = 1.0 if profile.phase == "forward" else backward_of(spec, recipe).language.total(recomputes=recomputes)
+    levels = profile.recompute_levels if profile.phase is None else ()
+    held = _tokens_in_flight(spec, recipe, ranks, tokens, levels) if levels else []
+    return Pipeline(
+        virtual_stages=ranks.virtual_stages,
+        recompute_seconds_per_token=seconds_by_stage(levels, held),
+        forward_share=1 / passes,
+        head_share=spec.embedding_parameters / spec.matrix_parameters,
+        send_seconds=_message_seconds(profile.cluster),
+        send_seconds_per_token=sent_bytes / min(profile.bandwidth.intra_node, profile.bandwidth.inter_node),
+    )
+
+
+def _tokens_in_flight(
+    spec: ModelSpec, recipe: Recipe, ranks: JobRanks, tokens: int, levels: Sequence[RecomputeLevel]
+) -> list[float]:
+    """Return [stages] the tokens in flight with full micro-batches, times the stage's share of the layers.
+
+    Stage s of P has 1 / P of the layers and at most P - s micro-batches in flight. The last stage also holds all
+    logits, which Megatron's loss materializes.
+    """
+    stages, precision = ranks.pipeline_parallel, precision_of(recipe)
+    held = [tokens * (stages - stage) / stages for stage in range(stages)]
+    last = replace(recipe, recompute=levels[-1].recompute)
+    kept = sum(count * kept_bytes(spec, kind, last, precision) for kind, count in spec.kinds.items())
+    left = 1.0 - plain_loss_bytes(spec, precision) * tokens / (kept * levels[-1].tokens)
+    # If the logits fill the memory, all layers recompute.
+    held[-1] = held[-1] / left if left > 0 else math.inf
+    return held
+
+
+def with_recomputation(profile: CostProfile, pipeline: Pipeline | None) -> CostProfile:
+    """Return the profile with the stages' mean recomputation added to the linear seconds."""
+    if pipeline is None or not pipeline.recompute_seconds_per_token:
+        return profile
+    coefficients = profile.coefficients
+    # `Pipeline.block_seconds` replaces the mean by each stage's own seconds.
+    linear = coefficients.linear_seconds_per_token + pipeline.mean_recompute_seconds
+    found = replace(profile, coefficients=replace(coefficients, linear_seconds_per_token=linear))
+    return replace(found, text=dump_cost_profile(found))
+
+
+def say_what_stages_recompute(profile: CostProfile, pipeline: Pipeline, assumptions: Assumptions) -> None:
+    """Record the share of layers that each stage recomputes as an assumption."""
+    again = pipeline.recompute_seconds_per_token
+    if again:
+        shares = [one / profile.recompute_levels[-1].seconds_per_token for one in again]
+        assumptions.assume(
+            "recomputation",
+            f"{', '.join(f'{share:.0%}' for share in shares)} of the layers of each stage",
+            "later stages have fewer micro-batches in flight",
+        )
+
+
+def _message_seconds(cluster: str) -> float:
+    try:
+        return load_cluster(cluster).message_seconds
+    except ProfileError:
+        return 0.0

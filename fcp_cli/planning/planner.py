@@ -19,9 +19,9 @@ from fcp_cli.planning.candidates import solver_of
 from fcp_cli.planning.online import stream_batching, stream_metadata
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.ranks import GivenSpeeds, speeds_words
 from fcp_cli.planning.recipe import unknown_lengths
 from fcp_cli.planning.settings import resolve_problem
+from fcp_cli.planning.speeds import GivenSpeeds, speeds_words
 from fcp_cli.util.console import Assumptions
 from fcp_cli.util.validation import validated
 

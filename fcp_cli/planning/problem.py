@@ -8,11 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy.typing as npt
 
-from fcp_cli.cost.model import Work, vision_seconds
+from fcp_cli.cost.model import Work
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.cost.recipe import Phase
-from fcp_cli.manifest.table import LengthTable
-from fcp_cli.plan import pricing as pricing
 from fcp_cli.plan.metadata import PlanMetadata, refitted
 from fcp_cli.plan.pricing import padded_work
 from fcp_cli.plan.setup import PlanSetup, Speeds, named_speeds
@@ -28,7 +26,7 @@ class Problem(PlanSetup):
     profile are those of such a rank. `num_ranks` ranks hold sequences; `encoder_ranks` more may follow them.
 
     With a `padding_multiple`, the token budget must be a multiple of it (`whole_budget`), which wastes nothing. A
-    `Batch` holds sequences padded for a single rank; `planning.work` adds the padding of wider groups.
+    `Batch` holds sequences padded for a single rank; `work_on` adds the padding of wider groups.
 
     If all ranks of a wave share the encoder's work (`encoder_balance`), a `Batch` holds it separately. Packs and rings
     are then chosen for the language model only, since packing does not change the images that a rank encodes.
@@ -96,7 +94,7 @@ class Batch:
         step: optimizer step.
         rows: [n] manifest rows.
         lengths: [n] tokens, after truncation.
-        work: [n] work of each sequence on a single rank, with its padding; see `work.batch_work`.
+        work: [n] work of each sequence on a single rank, with its padding; see `batches.batch_of`.
         encoder_seconds: [n] encoder seconds of each sequence on a single rank, if all ranks of a wave share them; None:
             they are part of `work`.
         seed: seed of the step, derived from the plan's; a solver's only source of randomness.
@@ -175,37 +173,6 @@ class StepPricer(Protocol):
         ...
 
 
-# Work of sequences and packs under a problem's profile, including the padding of rings.
-
-
-def batch_work(sequences: LengthTable, problem: Problem) -> Work:
-    """Return [sequences] the work of each sequence on a single rank, padded for one rank.
-
-    If all ranks of a wave share the encoder's work (`batch_encoder_seconds`), it is not included.
-    """
-    if problem.encoder_balance is not None:
-        sequences = pricing.without_pictures(sequences)
-    return pricing.single_rank_work(sequences, problem.profile, problem.padding_multiple)
-
-
-def batch_encoder_seconds(sequences: LengthTable, problem: Problem) -> FloatArray | None:
-    """Return [n] the single-rank encoder seconds of each sequence if a wave's ranks share them, else None."""
-    return None if problem.encoder_balance is None else vision_seconds(sequences, problem.profile)
-
-
 def work_on(work: Work, degree: npt.ArrayLike, problem: Problem) -> Work:
     """Return the work of sequences padded for groups of `degree` ranks, not divided by it; the arguments broadcast."""
     return padded_work(work, degree, problem.padding_multiple, problem.profile)
-
-
-def pack_work(work: Work, members: IntArray, offsets: IntArray, degree: npt.ArrayLike, problem: Problem) -> Work:
-    """Return [packs] the total work of packs, padded for their groups.
-
-    Args:
-        work: the work of the batch's sequences.
-        members: members of all packs, back to back: pack p has `members[offsets[p]:offsets[p + 1]]`, at least one.
-        offsets: [packs + 1].
-        degree: degree of the packs' groups: [packs], or one for all.
-        problem: the problem, for the padding of rings.
-    """
-    return pricing.pack_work(work.take(members), offsets, degree, problem.profile, problem.padding_multiple)

@@ -1,4 +1,4 @@
-"""Token budget of a plan's ranks, and the recipe that it assumes."""
+"""Token budget of a plan's ranks and the recipe that it assumes: the first that fits, or the fastest of a search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, JobRanks, fitting
 from fcp_cli.memory.items import precision_of
 from fcp_cli.models.cluster import THIS_MACHINE, ClusterSpec
 from fcp_cli.models.model import ModelSpec, known_model
-from fcp_cli.plan.metadata import PlanMetadata, Sync
+from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, sampled_steps
 from fcp_cli.planning.bounds import lower_bound_seconds
@@ -178,7 +178,7 @@ def profiled_budget(request: PlanRequest, profile: CostProfile, ranks: JobRanks,
         assumptions.assume("memory", "as the cost profile has it", f"{profile.model} {reason}")
         tokens = _tokens_of_block(request, profile, ranks, assumptions)
         return Budget(tokens_per_rank=tokens, sync=sync, recipe=recipe)
-    place = _on_devices(ranks, profile, is_measured=request.phase == "training")
+    place = on_devices(ranks, profile, is_measured=request.phase == "training")
     fit = choose_fit(spec, request, place, own=profile)
     require_room(spec, request, place, fit)
     if profile.recipe is None:
@@ -202,7 +202,7 @@ def unfixed_request(asked: RecipeRequest) -> RecipeRequest:
     return RecipeRequest.to_train_as(asked, precision=asked.precision)
 
 
-def _on_devices(ranks: JobRanks, profile: CostProfile, *, is_measured: bool = True) -> JobRanks:
+def on_devices(ranks: JobRanks, profile: CostProfile, *, is_measured: bool = True) -> JobRanks:
     """Return the ranks with the profile's device memory and, for training, its measured bytes per token."""
     readings: Any = profile.measurement.get("memory_readings") or ()
     is_measured = is_measured and profile.origin in ("measured", "fitted") and len(readings) >= _FEWEST_READINGS
@@ -223,13 +223,13 @@ def _said(request: PlanRequest, place: JobRanks, fit: FittedRecipe, assumptions:
         assumptions.assume("--sync", fit.sync, "chosen with the recipe")
     tokens = request.tokens_per_rank
     if tokens is None:
-        assumptions.assume("--tokens-per-rank", tokens := fit.tokens, _room_text(place, fit))
+        assumptions.assume("--tokens-per-rank", tokens := fit.tokens, room_text(place, fit))
     elif tokens > fit.tokens:
-        assumptions.warn(f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}")
+        assumptions.warn(f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {room_text(place, fit)}")
     return Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
 
 
-def _room_text(place: JobRanks, fit: FittedRecipe) -> str:
+def room_text(place: JobRanks, fit: FittedRecipe) -> str:
     memory = fit.memory.as_profile_memory(place.capacity_bytes)
     measured = ", measured" if place.measured_bytes_per_token else ""
     return (
@@ -277,34 +277,6 @@ def _tokens_of_block(request: PlanRequest, profile: CostProfile, ranks: JobRanks
         raise UsageError("the profile's memory leaves no room for tokens; give --tokens-per-rank")
     assumptions.assume("--tokens-per-rank", room, "the profile's memory")
     return room
-
-
-def continued_recipe(
-    request: PlanRequest, metadata: PlanMetadata, profile: CostProfile, ranks: JobRanks, assumptions: Assumptions
-) -> Recipe | None:
-    """Return the recipe of a continued run: the run's, overridden by the request."""
-    planned, asked = metadata.recipe, request.recipe
-    if planned is None:
-        if asked.given():
-            flag = f"--{next(iter(asked.given())).removesuffix('_stage').replace('_', '-')}"
-            raise UsageError(f"the run's plan records no recipe; give {flag} to 'fcp launch --resume' instead")
-        return None
-    recipe = asked.applied_to(planned)
-    if ranks.num_ranks % recipe.shards(ranks.num_ranks):
-        if asked.shard_ranks is not None:
-            raise UsageError(f"--shard-ranks is {asked.shard_ranks}; it must divide the {ranks.num_ranks} ranks")
-        recipe = replace(recipe, shard_ranks=None)
-        assumptions.assume("--shard-ranks", "all", f"{planned.shard_ranks} do not divide {ranks.num_ranks} ranks")
-    check_recipe(recipe, sync=metadata.sync)
-    spec = known_model(profile.model)
-    if spec is not None and profile.memory.capacity_bytes:
-        place = _on_devices(ranks, profile)
-        fit, tokens = place.fit(spec, recipe, metadata.sync), request.tokens_per_rank or metadata.tokens_per_rank
-        if tokens > fit.tokens:
-            assumptions.warn(
-                f"--tokens-per-rank is {tokens:,}, but a rank holds {fit.tokens:,}: {_room_text(place, fit)}"
-            )
-    return recipe
 
 
 def say_what_offloading_costs(budget: Budget, profile: CostProfile, assumptions: Assumptions) -> None:

@@ -1,58 +1,49 @@
-"""Resolution of a `PlanRequest` to the inputs of a solver, with an assumption recorded for each option not given."""
+"""Resolution of a `PlanRequest`: what planning needs, with an assumption recorded for each option not given.
+
+Profiles take precedence in this order: flags (or environment, fcp.yaml), `profile.yaml` in the current folder, one
+computed for the given model and cluster, or for the accelerators of this machine.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import Final
 
-from fcp_cli.cost.levels import RecomputeLevel, seconds_by_stage
-from fcp_cli.cost.profile import CostProfile, dump_cost_profile, load_cost_profile, parse_cost_profile
-from fcp_cli.cost.recipe import Recipe, SplitAttention
-from fcp_cli.errors import FcpError, ManifestError, ProfileError, UsageError
+from fcp_cli.cost.profile import CostProfile, dump_cost_profile, load_cost_profile
+from fcp_cli.cost.recipe import SplitAttention
+from fcp_cli.errors import FcpError, ProfileError, UsageError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import LengthTable, manifest_source
-from fcp_cli.memory.activations import kept_bytes, plain_loss_bytes
 from fcp_cli.memory.fitting import FittedRecipe, JobRanks, all_fits
-from fcp_cli.memory.items import RESERVE_FRACTION, precision_of
-from fcp_cli.memory.state import backward_of
+from fcp_cli.memory.items import RESERVE_FRACTION
 from fcp_cli.models.cluster import DEFAULT_MODEL, EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
-from fcp_cli.models.model import ModelSpec, known_model, load_model
-from fcp_cli.plan.file import PlanReader
-from fcp_cli.plan.metadata import Batching, Continuation, Mixture, PlanMetadata, refitted
-from fcp_cli.plan.setup import Pipeline, PlanSetup, RankShape, padding_multiple
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches, read_mixture
-from fcp_cli.planning.continuation import (
+from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.plan.metadata import Batching, Continuation, Mixture
+from fcp_cli.plan.setup import RankShape, padding_multiple
+from fcp_cli.planning.batches import (
+    BatchSettings,
     ChangedMixture,
+    GlobalBatches,
     RemainingBatches,
     RemainingSteps,
-    continued_mixture,
-    remaining_steps,
-    settings_of,
+    read_mixture,
 )
 from fcp_cli.planning.encoder_balance import balanced_encoder, with_encoder_ranks
 from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.pipelines import pipeline_of, say_what_stages_recompute, with_recomputation
 from fcp_cli.planning.problem import Problem, whole_budget
-from fcp_cli.planning.ranks import (
-    devices_of_rank,
-    ranks_on,
-    ranks_under,
-    requested_speeds,
-    require_pipelines,
-    speeds_of_run,
-)
 from fcp_cli.planning.recipe import (
     Budget,
     RecipeCandidate,
-    RecipeChoice,
     RecipeData,
     choose_fit,
     computed_budget,
-    continued_recipe,
     options_that_hold,
     profiled_budget,
     quickest_recipe,
@@ -60,21 +51,27 @@ from fcp_cli.planning.recipe import (
     say_what_is_recomputed,
     say_what_offloading_costs,
 )
+from fcp_cli.planning.speeds import requested_speeds
 from fcp_cli.profiling.computed import analytic_profile, as_needed_profile, with_level_tokens
 from fcp_cli.profiling.forward import forward_profile
 from fcp_cli.util.console import Assumptions
 from fcp_cli.util.machine import find_accelerators
-from fcp_cli.util.validation import fields_of
+from fcp_cli.util.options import MOST_RANKS
+from fcp_cli.util.validation import fields_of, shown
 from fcp_cli.util.words import counted
 
-ASSUMED_GLOBAL_BATCH_SIZE = 512
+ASSUMED_GLOBAL_BATCH_SIZE: Final = 512
+FOLDER_PROFILE: Final = Path("profile.yaml")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInputs:
-    """Inputs of a solver.
+    """Resolved options of a plan: all that planning needs, so that nothing below reads files or options.
 
     Attributes:
+        request: options that were resolved.
+        files: files that were read, which the plan must not overwrite.
+        assumptions: values assumed for options that were not given, and warnings.
         remaining: steps of a run to replan with their batches unchanged, or None.
         continues: run that a changed mixture continues, or None.
         budget: token budget and recipe; None for a continued run.
@@ -84,6 +81,9 @@ class PlanInputs:
     table: LengthTable
     problem: Problem
     settings: BatchSettings
+    request: PlanRequest = field(default_factory=PlanRequest)
+    files: Sequence[Path] = ()
+    assumptions: Assumptions = field(default_factory=Assumptions)
     remaining: RemainingSteps | None = None
     continues: Continuation | None = None
     budget: Budget | None = None
@@ -104,22 +104,9 @@ class PlanInputs:
         return options_that_hold(longest_tokens, budget, self.problem.num_ranks)
 
 
-def resolve(
-    request: PlanRequest,
-    assumptions: Assumptions,
-    *,
-    most_peers: int | None = None,
-    max_degree: int | None = None,
-    as_needed: bool = True,
-) -> PlanInputs:
-    """Resolve a request, recording every assumption.
-
-    Args:
-        assumptions: recorder of assumptions.
-        most_peers: peer limit of a rank, which bounds the memory of its connections; None: no limit.
-        max_degree: 1 forbids rings, so that each sequence must fit one rank; None: no limit.
-        as_needed: see `RecipeData.as_needed`.
-    """
+def resolve(request: PlanRequest, assumptions: Assumptions) -> PlanInputs:
+    """Resolve a request, recording every assumption."""
+    request = with_counted_model(request, assumptions)
     table, mixture = _table(request)
     if table.column != request.length_column:
         assumptions.assume(
@@ -137,10 +124,23 @@ def resolve(
         batching=_batching(request),
         mixture=mixture,
     )
-    data = RecipeData(table=table, settings=settings, max_degree=max_degree, as_needed=as_needed)
-    problem, budget = resolve_problem(request, assumptions, most_peers=most_peers, data=data)
-    _warn_of_unpriced_vision(table, problem.profile, assumptions)
-    inputs = PlanInputs(table=table, problem=problem, settings=settings, budget=budget, data=data)
+    data = RecipeData(table=table, settings=settings, max_degree=request.max_degree, as_needed=request.as_needed)
+    problem, budget = resolve_problem(request, assumptions, data=data)
+    if table.vision_patches is not None and not problem.profile.prices_vision:
+        assumptions.warn(
+            f"{table.name} has images, but the cost profile of {problem.profile.model} has no vision encoder: encoding "
+            "them is not priced; plan with the --model or --profile of a vision-language model"
+        )
+    inputs = PlanInputs(
+        table=table,
+        problem=problem,
+        settings=settings,
+        request=request,
+        files=request.files,
+        assumptions=assumptions,
+        budget=budget,
+        data=data,
+    )
     if request.encoder_balance == "ring" and request.encoder_ranks is None:
         return inputs
     batches = inputs.batches()
@@ -148,6 +148,21 @@ def resolve(
     if request.encoder_ranks is not None:
         problem = with_encoder_ranks(batches, request.encoder_ranks, assumptions)
     return replace(inputs, problem=problem)
+
+
+def with_counted_model(request: PlanRequest, assumptions: Assumptions) -> PlanRequest:
+    """Return the request with the checkpoint whose tokenizer counted its manifest, unless it has a model or profile."""
+    if request.model or request.profile or request.manifest is None or FOLDER_PROFILE.is_file():
+        return request
+    with suppress(FcpError):  # a faulty manifest is reported when it is read for planning
+        tokenizer = (manifest_source(request.manifest) or {}).get("tokenizer")
+        folder = Path(tokenizer or "bytes")
+        folder = folder if folder.is_dir() else folder.parent
+        # "bytes" is not a checkpoint but the byte-level tokenizer.
+        if tokenizer not in (None, "bytes") and load_model(str(folder)):
+            assumptions.assume("--model", folder, f"the checkpoint by which {request.manifest} was counted")
+            return replace(request, model=str(folder))
+    return request
 
 
 def _table(request: PlanRequest) -> tuple[LengthTable, Mixture | None]:
@@ -163,14 +178,6 @@ def _table(request: PlanRequest) -> tuple[LengthTable, Mixture | None]:
     if request.manifest is None:
         raise UsageError("name the MANIFEST to plan, like 'fcp plan dataset.parquet', or a run with --continue-from")
     return read_manifest(request.manifest, length_column=request.length_column), None
-
-
-def _warn_of_unpriced_vision(table: LengthTable, profile: CostProfile, assumptions: Assumptions) -> None:
-    if table.vision_patches is not None and not profile.prices_vision:
-        assumptions.warn(
-            f"{table.name} has images, but the cost profile of {profile.model} has no vision encoder: encoding them "
-            "is not priced; plan with the --model or --profile of a vision-language model"
-        )
 
 
 def _batching(request: PlanRequest) -> Batching | None:
@@ -199,44 +206,23 @@ def _global_batch_size(request: PlanRequest, table: LengthTable, assumptions: As
     return size
 
 
-# Resolution of the settings that all steps of a plan share: cost profile, ranks, recipe, token budget and sync.
-#
-# Precedence of profiles: flags (or environment, fcp.yaml), then `profile.yaml` in the current folder, then a profile
-# computed for the given model and cluster, or for the accelerators of this machine.
-
-FOLDER_PROFILE = Path("profile.yaml")
-Request = TypeVar("Request", bound=PlanRequest)
-
-
-def with_counted_model(request: Request, assumptions: Assumptions) -> Request:
-    """Return the request with the checkpoint whose tokenizer counted its manifest, unless it has a model or profile."""
-    if request.model or request.profile or request.manifest is None or FOLDER_PROFILE.is_file():
-        return request
-    with suppress(FcpError):  # a faulty manifest is reported when it is read for planning
-        tokenizer = (manifest_source(request.manifest) or {}).get("tokenizer")
-        folder = Path(tokenizer or "bytes")
-        folder = folder if folder.is_dir() else folder.parent
-        # "bytes" is not a checkpoint but the byte-level tokenizer.
-        if tokenizer not in (None, "bytes") and load_model(str(folder)):
-            assumptions.assume("--model", folder, f"the checkpoint by which {request.manifest} was counted")
-            return replace(request, model=str(folder))
-    return request
+# Settings that all steps of a plan share: cost profile, ranks, recipe, token budget and sync.
 
 
 def resolve_problem(
-    request: PlanRequest, assumptions: Assumptions, *, most_peers: int | None = None, data: RecipeData | None = None
+    request: PlanRequest, assumptions: Assumptions, *, data: RecipeData | None = None
 ) -> tuple[Problem, Budget]:
     """Resolve the settings that all steps of a plan share: ranks, recipe, token budget, sync, profile.
 
     Args:
-        request, assumptions, most_peers: see `resolve`.
+        request, assumptions: see `resolve`.
         data: data for the recipe search; None: use the first recipe of the fixed order that fits.
     """
     profile = _profile_at_hand(request, assumptions)
     if profile is None:
-        profile, ranks, budget = computed_basis(request, assumptions, most_peers=most_peers, data=data)
+        profile, ranks, budget = computed_basis(request, assumptions, data=data)
     else:
-        ranks = replace(ranks_under(profile, request, assumptions), most_peers=most_peers)
+        ranks = _ranks_under(profile, request, assumptions)
         ranks = ranks.that_share(request.attention, prices_heads=profile.heads is not None)
         budget = profiled_budget(request, profile, ranks, assumptions)
         if budget.level_tokens:
@@ -252,7 +238,7 @@ def problem_from(
     """Return the problem of a plan with resolved profile, ranks and budget."""
     profile = _in_phase(request, profile)
     padding = padding_multiple(ranks.tensor_parallel) if request.padded_rings else None
-    tokens = whole_budget_of(with_headroom(budget.tokens_per_rank, request.headroom), padding, assumptions)
+    tokens = whole_budget_of(budget.tokens_per_rank, padding, assumptions)
     pipeline = pipeline_of(profile, ranks, budget.recipe, tokens=tokens)
     profile = with_recomputation(profile, pipeline)
     if pipeline is not None:
@@ -296,26 +282,22 @@ def _in_phase(request: PlanRequest, profile: CostProfile) -> CostProfile:
 
 
 def _profile_at_hand(request: PlanRequest, assumptions: Assumptions) -> CostProfile | None:
-    """Return the given profile, else the current folder's if it matches the request, else None."""
+    """Return the given profile, else the current folder's if it is of the requested model and cluster, else None."""
     path = request.profile
     if path is None and not FOLDER_PROFILE.is_file():
         return None
     profile = load_cost_profile(path or FOLDER_PROFILE)
-    kernel = f" with attention kernel {profile.attention_kernel}" if request.attention_kernel != "auto" else ""
-    what = f"{profile.model} on {profile.cluster}{kernel}"
-    is_meant = _is_meant(profile, request)
+    model, cluster = request.model, request.cluster
+    is_meant = model is None or profile.model in (model, load_model(model).name)
+    is_meant = is_meant and (cluster is None or profile.cluster in (cluster, load_cluster(cluster).name))
+    what = f"{profile.model} on {profile.cluster}"
     if path is not None and not is_meant:
-        options = "--model, --cluster and --attention-kernel"
-        raise UsageError(f"{path} is of {what}; drop {options} to use it, or --profile to have one computed")
+        raise UsageError(
+            f"{path} is of {what}; drop --model and --cluster to use it, or --profile to have one computed"
+        )
     if path is None:
         assumptions.assume("--profile", FOLDER_PROFILE if is_meant else f"not {FOLDER_PROFILE}", f"found here: {what}")
     return profile if is_meant else None
-
-
-def _is_meant(profile: CostProfile, request: PlanRequest) -> bool:
-    same_model = request.model is None or profile.model in (request.model, load_model(request.model).name)
-    same_cluster = request.cluster is None or profile.cluster in (request.cluster, load_cluster(request.cluster).name)
-    return same_model and same_cluster and request.attention_kernel in ("auto", profile.attention_kernel)
 
 
 def computed_basis(
@@ -323,99 +305,86 @@ def computed_basis(
     assumptions: Assumptions,
     *,
     cluster: ClusterSpec | None = None,
-    most_peers: int | None = None,
     data: RecipeData | None = None,
 ) -> tuple[CostProfile, JobRanks, Budget]:
     """Return an analytic profile for the request's model and cluster, with the plan's ranks and budget.
 
     Args:
-        request, assumptions, most_peers, data: see `resolve_problem`.
+        request, assumptions, data: see `resolve_problem`.
         cluster: overrides the request's cluster.
     """
     spec = load_model(request.model or DEFAULT_MODEL)
     if request.model is None:
         assumptions.assume("--model", spec.name, "and what 'fcp launch' trains under the plan; name yours")
-    cluster = given = (cluster or _cluster_to_plan_for(request, assumptions)).running(request.attention_kernel)
+    cluster = given = cluster or _cluster_to_plan_for(request, assumptions)
     tensor_parallel, pipeline_parallel = request.tensor_parallel or 1, request.pipeline_parallel or 1
-    require_pipelines(request, pipeline_parallel)
-    ranks = replace(ranks_on(request, cluster, tensor_parallel, pipeline_parallel, assumptions), most_peers=most_peers)
+    _require_pipelines(request, pipeline_parallel)
+    ranks = _ranks_on(request, cluster, tensor_parallel, pipeline_parallel, assumptions)
     ranks = ranks.that_share(request.attention, prices_heads=bool(cluster.message_seconds))
     if cluster.is_host:  # ranks share the host's memory
         cluster = replace(cluster, memory_bytes=cluster.memory_bytes * cluster.num_devices / ranks.num_ranks)
     capacity = cluster.memory_bytes * (1 - RESERVE_FRACTION)
     ranks = replace(ranks, capacity_bytes=capacity, on_cpu=cluster.is_host)
-    is_forward = request.phase == "forward"
-    # Forward passes use the recipe of training.
-    searched = replace(request, phase="training", tokens_per_rank=None) if is_forward else request
-    basis = _Basis(request=searched, spec=spec, cluster=cluster, ranks=ranks)
     fit = choose_fit(spec, request, ranks)
     require_room(spec, request, ranks, fit)
-    choice = None if data is None else basis.quickest(fit, data)
+    choice = None
+    if data is not None:
+        choice = quickest_recipe(_recipes_to_try(request, spec, cluster, ranks, fit, data.as_needed), fit, data)
     if choice is None:
         budget = computed_budget(spec, request, ranks, assumptions, fit)
     else:
-        fit = choice.fit.in_forward(ranks) if is_forward else choice.fit
+        fit = choice.fit.in_forward(ranks) if request.phase == "forward" else choice.fit
         budget = computed_budget(spec, request, ranks, assumptions, fit, choice.reason())
         budget = replace(budget, tried=choice.tried, for_rivals=choice.for_rivals)
-    profile = basis.profile(fit)
+    profile = _computed_profile(spec, cluster, ranks, fit)
     assumptions.assume(
         "--profile", f"{spec.name} on {cluster.name}", "estimated from data sheets; run 'fcp profile' to measure"
     )
     return replace(profile, text=dump_cost_profile(profile)), ranks, replace(budget, cluster=given)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Basis:
-    """Inputs of the recipe search: request, model, cluster and ranks."""
+def _computed_profile(spec: ModelSpec, cluster: ClusterSpec, ranks: JobRanks, fit: FittedRecipe) -> CostProfile:
+    """Return the analytic cost profile of a recipe."""
+    of = partial(
+        analytic_profile, spec, cluster, sync=fit.sync, ranks=ranks.num_ranks, cut=ranks.cut, peers=ranks.peers
+    )
+    if fit.level_tokens:
+        return as_needed_profile(fit.recipe, fit.level_tokens, lambda recipe: of(recipe=recipe))
+    return of(recipe=fit.recipe)
 
-    request: PlanRequest
-    spec: ModelSpec
-    cluster: ClusterSpec
-    ranks: JobRanks
 
-    def profile(self, fit: FittedRecipe) -> CostProfile:
-        """Return the analytic cost profile of a recipe."""
-        if fit.level_tokens:
-            return as_needed_profile(fit.recipe, fit.level_tokens, lambda one: self._profile(one, fit))
-        return self._profile(fit.recipe, fit)
+def _recipes_to_try(
+    request: PlanRequest,
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    ranks: JobRanks,
+    usual: FittedRecipe,
+    as_needed: bool,
+) -> list[RecipeCandidate]:
+    """Return the recipes that the request allows and the ranks can hold, with the plan's problem under each.
 
-    def _profile(self, recipe: Recipe, fit: FittedRecipe) -> CostProfile:
-        return analytic_profile(
-            self.spec,
-            self.cluster,
-            recipe=recipe,
-            sync=fit.sync,
-            ranks=self.ranks.num_ranks,
-            cut=self.ranks.cut,
-            peers=self.ranks.peers,
-        )
-
-    def quickest(self, usual: FittedRecipe, data: RecipeData) -> RecipeChoice | None:
-        """Return the fastest recipe that the request allows, or None with fewer than two candidates.
-
-        Args:
-            usual: first recipe of the fixed order that fits.
-            data: lengths to hold, and steps to compare on.
-        """
-        fits = all_fits(self.spec, self.request.recipe, self.ranks, sync=self.request.sync)
-        if self.cluster.links_per_node is None:  # gathers are not priced here, so keep the usual sharding
-            gathering = attrgetter("sync", "recipe.zero_stage", "recipe.shard_ranks", "recipe.reduce")
-            fits = [fit for fit in fits if gathering(fit) == gathering(usual)]
-        if not data.as_needed:
-            fits = [fit for fit in fits if not fit.level_tokens]
-        candidates = []
-        for fit in fits:
-            with suppress(FcpError):  # skip recipes that do not fit the padding or the stages
-                if fit.tokens >= (self.request.tokens_per_rank or 1):
-                    candidates.append(RecipeCandidate(fit=fit, problem=self._problem(fit)))
-        return quickest_recipe(candidates, usual, data)
-
-    def _problem(self, fit: FittedRecipe) -> Problem:
-        tokens = self.request.tokens_per_rank or fit.tokens
-        budget = Budget(tokens_per_rank=tokens, sync=fit.sync, recipe=fit.recipe)
-        # Ignored for speed: rank speeds slow all recipes alike, but take several times as long to plan for.
-        alike = replace(self.request, rank_speeds=None)
-        return problem_from(alike, self.profile(fit), self.ranks, budget, Assumptions())
+    Args:
+        usual: first recipe of the fixed order that fits.
+        as_needed: whether to try as-needed recomputation.
+    """
+    # Forward passes use the recipe of training. Rank speeds slow all recipes alike, but take several times as long to
+    # plan for.
+    least = None if request.phase == "forward" else request.tokens_per_rank
+    alike = replace(request, phase="training", tokens_per_rank=least, rank_speeds=None)
+    fits = all_fits(spec, request.recipe, ranks, sync=request.sync)
+    if cluster.links_per_node is None:  # gathers are not priced here, so keep the usual sharding
+        gathering = attrgetter("sync", "recipe.zero_stage", "recipe.shard_ranks", "recipe.reduce")
+        fits = [fit for fit in fits if gathering(fit) == gathering(usual)]
+    candidates = []
+    for fit in fits:
+        if fit.tokens < (least or 1) or (fit.level_tokens and not as_needed):
+            continue
+        with suppress(FcpError):  # skip recipes that do not fit the padding or the stages
+            budget = Budget(tokens_per_rank=least or fit.tokens, sync=fit.sync, recipe=fit.recipe)
+            profile = _computed_profile(spec, cluster, ranks, fit)
+            problem = problem_from(alike, profile, ranks, budget, Assumptions())
+            candidates.append(RecipeCandidate(fit=fit, problem=problem))
+    return candidates
 
 
 def _cluster_to_plan_for(request: PlanRequest, assumptions: Assumptions) -> ClusterSpec:
@@ -433,13 +402,6 @@ def _cluster_to_plan_for(request: PlanRequest, assumptions: Assumptions) -> Clus
     return cluster
 
 
-def with_headroom(tokens: int, headroom: float) -> int:
-    """Return the token budget reduced by a fraction `headroom`, at least 1."""
-    if not 0 <= headroom < 1:
-        raise UsageError(f"--headroom is {headroom}; it must be a fraction from 0 to below 1")
-    return max(1, math.floor(tokens * (1.0 - headroom)))
-
-
 def whole_budget_of(tokens: int, padding: int | None, assumptions: Assumptions) -> int:
     """Return the token budget rounded down to the padding multiple; raise UsageError if that is 0."""
     whole = whole_budget(tokens, padding)
@@ -452,189 +414,117 @@ def whole_budget_of(tokens: int, padding: int | None, assumptions: Assumptions) 
     return whole
 
 
-# Pipeline settings that a cost profile lacks, derived from model and cluster if known.
-#
-# Forward and backward split a block's seconds by their matrix products. The loss head gets its share of the model's
-# matrix parameters (22 % of Qwen3-1.7B's, 8 % of Qwen3-8B's). A stage sends hidden states, sharded by tensor
-# parallelism, over the slower of the profile's links, since Megatron places stages as far apart as it can.
+# Ranks: their number, ranks per node, and devices per rank.
 
 
-def pipeline_of(profile: CostProfile, ranks: JobRanks, recipe: Recipe | None, *, tokens: int = 0) -> Pipeline | None:
-    """Return the pipeline of a rank, or None without pipeline parallelism.
+def _ranks_under(profile: CostProfile, request: PlanRequest, assumptions: Assumptions) -> JobRanks:
+    """Return the ranks of a plan under a given profile, whose devices and cluster are the defaults."""
+    tensor_parallel, pipeline_parallel = devices_of_rank(
+        profile, request.tensor_parallel, request.pipeline_parallel, assumptions
+    )
+    _require_pipelines(request, pipeline_parallel)
+    cluster = None if request.ranks and request.ranks_per_node else _cluster_of(profile, request)
+    ranks = _ranks_on(request, cluster, tensor_parallel, pipeline_parallel, assumptions)
+    return replace(ranks, expert_parallel=profile.expert_parallel)
 
-    Args:
-        profile: source of model, cluster and bandwidths, and of the recipe if `recipe` is None.
-        ranks: source of stages and virtual stages.
-        recipe: recipe of the plan.
-        tokens: token budget, for as-needed recomputation by stage.
 
-    Raises:
-        UsageError: there are more blocks than layers.
-    """
-    if ranks.pipeline_parallel == 1:
-        return None
-    recipe = recipe or profile.recipe or Recipe()
-    recomputes = recipe.recomputes_matrices
-    spec = known_model(profile.model)
-    if spec is None:
-        # A backward has twice the matrix products of a forward, plus a forward if layers recompute.
-        unknown = 1 / 4 if recomputes else 1 / 3
-        return Pipeline(
-            virtual_stages=ranks.virtual_stages, forward_share=1.0 if profile.phase == "forward" else unknown
-        )
-    blocks = ranks.pipeline_parallel * ranks.virtual_stages
-    if blocks > spec.num_layers:
+def _require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
+    """Raise UsageError for virtual stages without a pipeline, or if ranks may run unequal numbers of micro-batches."""
+    if request.virtual_stages == 1:
+        return
+    if pipeline_parallel == 1:
         raise UsageError(
-            f"{ranks.pipeline_parallel} stages of {ranks.virtual_stages} blocks of layers each exceed the "
-            f"{spec.num_layers} layers of {spec.name}; give fewer --virtual-stages"
+            f"--virtual-stages is {request.virtual_stages}, but there is no pipeline: --pipeline-parallel is 1"
         )
-    sent_bytes = precision_of(recipe).activation * spec.hidden_size / ranks.tensor_parallel
-    passes = 1.0 if profile.phase == "forward" else backward_of(spec, recipe).language.total(recomputes=recomputes)
-    levels = profile.recompute_levels if profile.phase is None else ()
-    held = _tokens_in_flight(spec, recipe, ranks, tokens, levels) if levels else []
-    return Pipeline(
-        virtual_stages=ranks.virtual_stages,
-        recompute_seconds_per_token=seconds_by_stage(levels, held),
-        forward_share=1 / passes,
-        head_share=spec.embedding_parameters / spec.matrix_parameters,
-        send_seconds=_message_seconds(profile.cluster),
-        send_seconds_per_token=sent_bytes / min(profile.bandwidth.intra_node, profile.bandwidth.inter_node),
+    if request.sync == "iteration":
+        raise UsageError(
+            f"--virtual-stages is {request.virtual_stages}, whose ranks must run equally many micro-batches; add "
+            "--sync microbatch"
+        )
+
+
+def devices_of_rank(
+    profile: CostProfile, tensor_parallel: int | None, pipeline_parallel: int | None, assumptions: Assumptions
+) -> tuple[int, int]:
+    """Return (tensor-parallel size, pipeline-parallel size) of a rank: as given, else the cost profile's."""
+    given = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    # The block `measurement` is free-form, so entries that are not integers are ignored.
+    known = {name: value for name in given if isinstance(value := profile.measurement.get(name), int)}
+    for name, value in known.items():
+        if not 1 <= value <= MOST_RANKS:
+            raise UsageError(
+                f"the cost profile of {profile.model} on {profile.cluster} has {name} {shown(value)} in its block "
+                f"measurement; it must be from 1 to {MOST_RANKS}"
+            )
+    wanted = {name: value or known.get(name, 1) for name, value in given.items()}
+    if any(known.get(name, value) != value for name, value in wanted.items()):
+        cut = " ".join(f"{_flag(name)} {value}" for name, value in wanted.items())
+        raise UsageError(
+            f"the plan is for {_cut_text(wanted)}, but the cost profile of {profile.model} on {profile.cluster} is for "
+            f"{_cut_text({**wanted, **known})}; make one with: fcp profile --analytic --model {profile.model} "
+            f"--cluster {profile.cluster} {cut} -o profile.yaml"
+        )
+    for name, value in wanted.items():
+        if given[name] is None and value > 1:
+            assumptions.assume(_flag(name), value, "the cost profile")
+    devices = math.prod(wanted.values())
+    if devices > 1 and not known:
+        assumptions.assume("devices of a rank", devices, "the cost profile does not say; its times must be of so many")
+    return wanted["tensor_parallel"], wanted["pipeline_parallel"]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _cut_text(cut: Mapping[str, int]) -> str:
+    return f"tensor parallel {cut['tensor_parallel']} and pipeline parallel {cut['pipeline_parallel']}"
+
+
+def _ranks_on(
+    request: PlanRequest,
+    cluster: ClusterSpec | None,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    assumptions: Assumptions,
+) -> JobRanks:
+    """Return the ranks of the job; if `cluster` is None, the request must have ranks and ranks per node.
+
+    In Megatron's process order, tensor-parallel processes are adjacent and pipeline stages are furthest apart. The ring
+    of a stage thus has as many ranks per node as the node has tensor-parallel groups.
+    """
+    ranks = request.ranks
+    if ranks is None:
+        assert cluster is not None
+        devices = tensor_parallel * pipeline_parallel
+        ranks = cluster.num_devices // devices
+        if not ranks:
+            raise UsageError(
+                f"a rank has {devices} devices, but the cluster {cluster.name} has {cluster.num_devices}; give --ranks"
+            )
+        each = "one device" if devices == 1 else f"{devices} devices"
+        assumptions.assume("--ranks", ranks, f"the cluster {cluster.name}, {each} per rank")
+    ranks_per_node = request.ranks_per_node
+    if ranks_per_node is None:
+        assert cluster is not None
+        per_node = ranks if cluster.is_host else cluster.devices_per_node // tensor_parallel  # a host is one node
+        ranks_per_node = max(1, min(per_node, ranks))
+        assumptions.assume("--ranks-per-node", ranks_per_node, f"the cluster {cluster.name}")
+    return JobRanks(
+        num_ranks=ranks,
+        ranks_per_node=ranks_per_node,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        virtual_stages=request.virtual_stages,
+        most_peers=request.max_peers,
     )
 
 
-def _tokens_in_flight(
-    spec: ModelSpec, recipe: Recipe, ranks: JobRanks, tokens: int, levels: Sequence[RecomputeLevel]
-) -> list[float]:
-    """Return [stages] the tokens in flight with full micro-batches, times the stage's share of the layers.
-
-    Stage s of P has 1 / P of the layers and at most P - s micro-batches in flight. The last stage also holds all
-    logits, which Megatron's loss materializes.
-    """
-    stages, precision = ranks.pipeline_parallel, precision_of(recipe)
-    held = [tokens * (stages - stage) / stages for stage in range(stages)]
-    last = replace(recipe, recompute=levels[-1].recompute)
-    kept = sum(count * kept_bytes(spec, kind, last, precision) for kind, count in spec.kinds.items())
-    left = 1.0 - plain_loss_bytes(spec, precision) * tokens / (kept * levels[-1].tokens)
-    # If the logits fill the memory, all layers recompute.
-    held[-1] = held[-1] / left if left > 0 else math.inf
-    return held
-
-
-def with_recomputation(profile: CostProfile, pipeline: Pipeline | None) -> CostProfile:
-    """Return the profile with the stages' mean recomputation added to the linear seconds."""
-    if pipeline is None or not pipeline.recompute_seconds_per_token:
-        return profile
-    coefficients = profile.coefficients
-    # `Pipeline.block_seconds` replaces the mean by each stage's own seconds.
-    linear = coefficients.linear_seconds_per_token + pipeline.mean_recompute_seconds
-    found = replace(profile, coefficients=replace(coefficients, linear_seconds_per_token=linear))
-    return replace(found, text=dump_cost_profile(found))
-
-
-def say_what_stages_recompute(profile: CostProfile, pipeline: Pipeline, assumptions: Assumptions) -> None:
-    """Record the share of layers that each stage recomputes as an assumption."""
-    again = pipeline.recompute_seconds_per_token
-    if again:
-        shares = [one / profile.recompute_levels[-1].seconds_per_token for one in again]
-        assumptions.assume(
-            "recomputation",
-            f"{', '.join(f'{share:.0%}' for share in shares)} of the layers of each stage",
-            "later stages have fewer micro-batches in flight",
-        )
-
-
-def _message_seconds(cluster: str) -> float:
+def _cluster_of(profile: CostProfile, request: PlanRequest) -> ClusterSpec:
+    """Return the profile's cluster, or the example if it is unknown; raise UsageError if ranks are not given either."""
     try:
-        return load_cluster(cluster).message_seconds
+        return load_cluster(profile.cluster)
     except ProfileError:
-        return 0.0
-
-
-# Resolution of a `PlanRequest` for the remaining steps of a run; unset fields default to the run's.
-
-
-def resolve_continuation(
-    request: PlanRequest, assumptions: Assumptions, *, plan: Path, first_step: int, manifest: Path, length_column: str
-) -> PlanInputs:
-    """Return the solver's inputs for the remaining steps of a run; unset fields of `request` default to the run's.
-
-    Args:
-        request: number of ranks, and other changes; the batches stay those of the run.
-        assumptions: recorder of assumptions.
-        plan: plan that the run followed.
-        first_step: first untrained step.
-        manifest, length_column: manifest of the run, and its column of planned lengths.
-
-    Raises:
-        ManifestError: the manifest is not the run's.
-        UsageError: the request changes a setting that the run must keep.
-    """
-    reader = PlanReader(plan)
-    metadata = reader.metadata
-    table, mixture = _table_of_run(request, metadata, manifest, length_column, first_step, plan)
-    if mixture is None and table.content_hash() != metadata.manifest.content_hash:
-        raise ManifestError(
-            f"{manifest} is not the manifest {metadata.manifest.name} that {plan} was made from, or it "
-            "was changed since; name the right one: fcp plan MANIFEST --continue-from ..."
-        )
-    ranks = request.ranks or metadata.num_ranks
-    ranks_per_node = request.ranks_per_node or min(metadata.ranks_per_node, ranks)
-    if request.ranks_per_node is None:
-        assumptions.assume("--ranks-per-node", ranks_per_node, f"the run had {metadata.ranks_per_node}")
-    if request.tokens_per_rank is None:
-        assumptions.assume("--tokens-per-rank", metadata.tokens_per_rank, "the run's plan")
-    tokens, padding = request.tokens_per_rank or metadata.tokens_per_rank, metadata.padding_multiple
-    profile = _profile_of_run(request.profile, plan, metadata, first_step, assumptions)
-    if profile.recompute_levels and (ranks != metadata.num_ranks or request.recipe.given()):
-        raise UsageError(
-            f"{plan} recomputes layers as needed, by the memory of its {counted(metadata.num_ranks, 'rank')}; continue "
-            "it on the same number with the same recipe, or make a new plan"
-        )
-    if metadata.phase == "forward":
-        profile = forward_profile(profile)
-    if metadata.encoder_ranks is not None:
-        assumptions.assume("--encoder-ranks", "none", f"the run had {metadata.encoder_ranks}; now all ranks encode")
-    tensor, pipeline = devices_of_rank(profile, metadata.tensor_parallel, metadata.pipeline_parallel, assumptions)
-    shape = JobRanks(num_ranks=ranks, ranks_per_node=ranks_per_node, tensor_parallel=tensor, pipeline_parallel=pipeline)
-    return PlanInputs(
-        table=table,
-        problem=Problem(
-            **{
-                **fields_of(PlanSetup, metadata),
-                **fields_of(RankShape, shape),
-                "tokens_per_rank": whole_budget_of(with_headroom(tokens, request.headroom), padding, assumptions),
-                "encoder_ranks": None,
-                "recipe": continued_recipe(request, metadata, profile, shape, assumptions),
-            },
-            rank_speeds=speeds_of_run(request, metadata, first_step, ranks, ranks_per_node, assumptions),
-            profile=profile,
-        ),
-        settings=settings_of(metadata) if mixture is None else replace(settings_of(metadata), mixture=mixture),
-        remaining=remaining_steps(reader, first_step) if mixture is None else None,
-        continues=None if mixture is None else continued_mixture(metadata, first_step, len(table)),
-    )
-
-
-def _table_of_run(
-    request: PlanRequest, metadata: PlanMetadata, manifest: Path, length_column: str, first_step: int, plan: Path
-) -> tuple[LengthTable, Mixture | None]:
-    """Read the run's manifest, or the manifests of its mixture with changed weights from `first_step` on."""
-    if not request.mix:
-        return read_manifest(manifest, length_column=length_column), None
-    if metadata.mixture is None:
-        raise UsageError(
-            f"{plan} is of one manifest, whose batches cannot become a mixture's; start a new run with --mix"
-        )
-    return read_mixture(request.mix, length_column=length_column, before=metadata.mixture, first_step=first_step)
-
-
-def _profile_of_run(
-    given: Path | None, plan: Path, metadata: PlanMetadata, first_step: int, assumptions: Assumptions
-) -> CostProfile:
-    if given is not None:
-        return load_cost_profile(given)
-    profile = parse_cost_profile(metadata.cost_profile, name=f"{plan}: the plan's cost profile")
-    assumptions.assume("--profile", f"{profile.model} on {profile.cluster}", "the run's plan")
-    refit = metadata.refit_at(first_step)
-    profile = refitted(profile, refit)
-    return profile if refit is None else replace(profile, text=dump_cost_profile(profile))
+        if request.ranks is None:
+            raise UsageError(f"the profile's cluster {profile.cluster!r} is not known here; give --ranks") from None
+        return load_cluster(EXAMPLE_CLUSTER)

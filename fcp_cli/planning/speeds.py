@@ -6,26 +6,33 @@ slow rank, and the rank to which the search gives a dummy pack takes the slow ra
 lightest packs of each wave go to its slowest ranks. If few ranks are slow, plans for the fast ranks alone compete.
 Finally, sequences are exchanged between the rank that ends last and others, at their real speeds, and the answer with
 the shortest predicted makespan wins.
+
+`read_rank_speeds` reads the speeds from an option or a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Final, TypeAlias
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from fcp_cli.cost.model import WindowWork, Work, joined
+from fcp_cli.errors import UsageError
 from fcp_cli.plan.pricing import list_schedule
-from fcp_cli.plan.setup import Speeds, slowest_speeds
+from fcp_cli.plan.setup import QUICKEST, SLOWEST, Speeds, slowest_speeds
 from fcp_cli.plan.step import offsets_of, sizes_of
 from fcp_cli.planning.assemble import assignment_seconds, makespan_seconds
 from fcp_cli.planning.bounds import lower_bound_seconds
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.util.arrays import FloatArray, Int32Array, IntArray
+from fcp_cli.util.inputs import parse_yaml, read_text
 
 _MOST_EXCHANGES: Final = 512  # per step or wave
 _LEAST_GAIN: Final = 1e-5  # relative gain of the last rank below which exchanging stops
@@ -397,3 +404,105 @@ def _ends(worst: int, others: IntArray, ours: FloatArray, theirs: FloatArray, bi
     growth = np.maximum(theirs - latest[bins.scope[others]], 0.0)
     elsewhere = np.where(growth > 0, np.maximum(ours, rest) + growth, ours)
     return np.where(bins.scope[others] == scope, np.maximum(ours, theirs), elsewhere)
+
+
+# Parsing of rank speeds: a list, assignments such as `12=0.7`, or a file of either.
+
+_NAME: Final = re.compile(r"(?:(?P<node>node)(?P<number>\d+)|(?P<first>\d+)(?:-(?P<last>\d+))?)$")
+_FORMS: Final = (
+    "one speed per rank, as 1,1,0.7,1; or the others' only, as 12=0.7,16-23=0.9,node3=0.8; or a file of them"
+)
+
+GivenSpeeds: TypeAlias = str | Sequence[float] | Mapping[Any, float]
+
+
+def read_rank_speeds(given: GivenSpeeds, *, num_ranks: int, ranks_per_node: int) -> Speeds | None:
+    """Return [num_ranks] the rank speeds relative to the cost profile, or None if all are 1.
+
+    Args:
+        given: a list of one speed per rank, or a mapping from rank (`12`), rank range (`16-23`) or node (`node3`) to
+            speed, with 1 for all others. Either may be comma-separated text or the name of a YAML or JSON file.
+        num_ranks, ranks_per_node: of the job.
+
+    Raises:
+        UsageError: the speeds are malformed, out of range, or name ranks that the job does not have.
+    """
+    where = "--rank-speeds"
+    if isinstance(given, str):
+        given, where = _spoken(given, where)
+    if isinstance(given, Mapping):
+        speeds = [1.0] * num_ranks
+        for name, speed in given.items():
+            for rank in _ranks(str(name), num_ranks, ranks_per_node, where):
+                speeds[rank] = _speed(speed, str(name), where)
+    elif isinstance(given, Sequence):
+        if len(given) != num_ranks:
+            raise UsageError(f"{where} has {len(given)} speeds for {num_ranks} ranks; it takes {_FORMS}")
+        speeds = [_speed(speed, str(rank), where) for rank, speed in enumerate(given)]
+    else:
+        raise UsageError(f"{where} is {given!r}; it takes {_FORMS}")
+    return tuple(speeds) if any(speed != 1.0 for speed in speeds) else None
+
+
+def requested_speeds(request: PlanRequest, num_ranks: int, ranks_per_node: int) -> Speeds | None:
+    """Return [ranks] the speeds of `--rank-speeds`, or None if all are 1."""
+    if request.rank_speeds is None:
+        return None
+    for flag, given in (("balance", request.encoder_balance != "ring"), ("ranks", request.encoder_ranks is not None)):
+        if given:
+            raise UsageError(f"--encoder-{flag} shares work as if ranks were equally fast; remove it or --rank-speeds")
+    return read_rank_speeds(request.rank_speeds, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
+
+
+def speeds_words(given: GivenSpeeds | None) -> str | None:
+    """Return speeds as the argument of `--rank-speeds`."""
+    if given is None or isinstance(given, str):
+        return given
+    if isinstance(given, Mapping):
+        return ",".join(f"{name}={speed}" for name, speed in given.items()) or None
+    return ",".join(str(speed) for speed in given)
+
+
+def _spoken(text: str, where: str) -> tuple[Any, str]:
+    """Return the parsed value of text or of the file that it names, and its location for messages."""
+    words = [word.strip() for word in text.split(",")]
+    if all("=" in word for word in words):
+        return dict(word.split("=", 1) for word in words), where
+    # A single number is the list of a job with one rank; any other single word names a file.
+    if len(words) > 1 or _is_number(text):
+        return words, where
+    document = parse_yaml(read_text(Path(text), error=UsageError, label=f"{where}: "), name=text, error=UsageError)
+    return document, f"{where}: {text}"
+
+
+def _ranks(name: str, num_ranks: int, ranks_per_node: int, where: str) -> Iterator[int]:
+    found = _NAME.match(name)
+    if found is None:
+        raise UsageError(f"{where} names {name!r}; it takes {_FORMS}")
+    if found["node"]:
+        first, nodes = int(found["number"]) * ranks_per_node, -(-num_ranks // ranks_per_node)
+        if first >= num_ranks:
+            raise UsageError(f"{where} names node {found['number']} of a job of {nodes} nodes, which count from 0")
+        yield from range(first, min(first + ranks_per_node, num_ranks))
+        return
+    first, last = int(found["first"]), int(found["last"] or found["first"])
+    if last >= num_ranks or last < first:
+        raise UsageError(f"{where} names {name} of a job of {num_ranks} ranks, which count from 0")
+    yield from range(first, last + 1)
+
+
+def _speed(value: Any, name: str, where: str) -> float:
+    if isinstance(value, bool) or not _is_number(str(value)) or not SLOWEST <= float(value) <= QUICKEST:
+        raise UsageError(
+            f"{where} says {value} of {name}; a speed is a number from {SLOWEST:g} to {QUICKEST:g}, and 1 is as the "
+            "cost profile says"
+        )
+    return float(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

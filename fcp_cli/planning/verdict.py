@@ -114,7 +114,6 @@ def plan_verdict(
     result: PlanResult,
     sample: Sequence[StepPlan],
     inputs: PlanInputs,
-    request: PlanRequest,
     static: tuple[float, int],
 ) -> Verdict:
     """Return the verdict on a finished plan, replanning a few of its steps with rivals and remedies.
@@ -123,7 +122,6 @@ def plan_verdict(
         result: finished plan.
         sample: planned steps to compare on.
         inputs: inputs of the plan.
-        request: request of the plan.
         static: (predicted time of the best static plan / that of the sample, its degree).
     """
     solver, summary, problem = result.solver.name, result.summary, inputs.problem
@@ -134,7 +132,7 @@ def plan_verdict(
     rivals = [_rival("static", factor, len(sample), degree=degree)]
     found = _planned_again(sequences, problem, inputs.budget.for_rivals if inputs.budget else ())
     rivals += [_rival(name, seconds / planned, len(again)) for name, seconds in found]
-    remedy, tried = best_remedy(request, inputs, sequences)
+    remedy, tried = best_remedy(inputs, sequences)
     return Verdict(
         solver=solver,
         steps=summary.steps,
@@ -143,7 +141,7 @@ def plan_verdict(
         remedy=remedy,
         tried=tried,
         profile=given_profile(inputs),
-        device_hour_price=request.device_hour_price,
+        device_hour_price=inputs.request.device_hour_price,
         num_ranks=problem.num_ranks,
         enough_ranks=enough_ranks(problem, sequences),
     )
@@ -184,15 +182,12 @@ def _seconds(name: str, sequences: Sequence[LengthTable], problem: Problem) -> f
         return math.inf
 
 
-def compared_verdict(
-    contenders: Sequence[Contender], inputs: PlanInputs, request: PlanRequest, batches: GlobalBatches
-) -> Verdict | None:
+def compared_verdict(contenders: Sequence[Contender], inputs: PlanInputs, batches: GlobalBatches) -> Verdict | None:
     """Return the verdict on fcp against the best compared strategies, or None if fcp or all rivals are missing.
 
     Args:
         contenders: contenders that planned all `batches`.
         inputs: inputs of the comparison.
-        request: request of the comparison.
         batches: compared global batches.
     """
     best = {one.name: one.best for one in contenders if one.best is not None and not strategy(one.name).own_execution}
@@ -205,7 +200,7 @@ def compared_verdict(
     inputs = replace(inputs, problem=replace(inputs.problem, sync=ours.sync))
     rows = [batches.batch(step).rows for step in sampled_steps(steps, batches.settings.global_batch_size)]
     again = [batches.table.take(each) for each in rows]
-    remedy, tried = best_remedy(request, inputs, again)
+    remedy, tried = best_remedy(inputs, again)
     return Verdict(
         solver=DEFAULT,
         steps=steps,
@@ -217,7 +212,7 @@ def compared_verdict(
         remedy=remedy,
         tried=tried,
         profile=given_profile(inputs),
-        device_hour_price=request.device_hour_price,
+        device_hour_price=inputs.request.device_hour_price,
         num_ranks=inputs.problem.num_ranks,
         enough_ranks=enough_ranks(inputs.problem, again),
     )
@@ -250,9 +245,7 @@ class Remedy:
     steps: int
 
 
-def best_remedy(
-    request: PlanRequest, inputs: PlanInputs, sequences: Sequence[LengthTable]
-) -> tuple[Remedy | None, int]:
+def best_remedy(inputs: PlanInputs, sequences: Sequence[LengthTable]) -> tuple[Remedy | None, int]:
     """Return the settings with the largest gain, and the number of settings tried.
 
     Args:
@@ -265,8 +258,8 @@ def best_remedy(
         return None, 0
     longest = max(int(each.length_tokens.max()) for each in sequences)
     now, found = sampled_seconds(inputs.problem, sequences), []
-    for problem in _problems_to_try(request, inputs):
-        if longest <= problem.num_ranks * problem.tokens_per_rank and (flags := _flags(request, inputs, problem)):
+    for problem in _problems_to_try(inputs):
+        if longest <= problem.num_ranks * problem.tokens_per_rank and (flags := _flags(inputs, problem)):
             factor = sampled_seconds(problem, sequences) / now
             tokens = problem.tokens_per_rank
             found.append(Remedy(flags=flags, factor=factor, tokens_per_rank=tokens, steps=len(sequences)))
@@ -299,9 +292,10 @@ def enough_ranks(problem: Problem, sequences: Sequence[LengthTable]) -> int | No
     return found
 
 
-def _problems_to_try(request: PlanRequest, inputs: PlanInputs) -> Iterator[Problem]:
+def _problems_to_try(inputs: PlanInputs) -> Iterator[Problem]:
     """Yield the problem under the fastest recipe; with a given profile, which fixes the recipe, one for each sync."""
     assert inputs.budget is not None
+    request = inputs.request
     open_ = replace(request, tokens_per_rank=None, sync=None, recipe=unfixed_request(request.recipe))
     if inputs.budget.cluster is not None:
         requests = [] if inputs.budget.tried and open_ == request else [open_]
@@ -314,7 +308,7 @@ def _problems_to_try(request: PlanRequest, inputs: PlanInputs) -> Iterator[Probl
                 yield problem
 
 
-def _flags(request: PlanRequest, inputs: PlanInputs, problem: Problem) -> str:
+def _flags(inputs: PlanInputs, problem: Problem) -> str:
     """Return the options that change a plan's problem to another one."""
     now, then, words = inputs.problem.recipe, problem.recipe, []
     if now is not None and then is not None:
@@ -324,7 +318,7 @@ def _flags(request: PlanRequest, inputs: PlanInputs, problem: Problem) -> str:
         if now.shards(problem.num_ranks) != (shards := then.shards(problem.num_ranks)):
             words += ["--shard-ranks", str(shards)]
     words += [] if problem.sync == inputs.problem.sync else ["--sync", problem.sync]
-    words += [] if request.tokens_per_rank is None else ["--tokens-per-rank", str(problem.tokens_per_rank)]
+    words += [] if inputs.request.tokens_per_rank is None else ["--tokens-per-rank", str(problem.tokens_per_rank)]
     return " ".join(words)
 
 
@@ -339,8 +333,7 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
     """
     now, assumptions = inputs.problem, Assumptions()
     known = inputs.budget
-    most_peers = known.room.place.most_peers if known and known.room else None
-    ranks = JobRanks(**fields_of(RankShape, now), virtual_stages=now.virtual_stages, most_peers=most_peers)
+    ranks = JobRanks(**fields_of(RankShape, now), virtual_stages=now.virtual_stages, most_peers=request.max_peers)
     if known is None or known.cluster is None:
         ranks = ranks.that_share(request.attention, prices_heads=now.profile.heads is not None)
         return problem_from(
@@ -354,7 +347,7 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
         pipeline_parallel=ranks.pipeline_parallel,
         virtual_stages=ranks.virtual_stages,
     )
-    basis = computed_basis(request, assumptions, cluster=known.cluster, most_peers=ranks.most_peers, data=inputs.data)
+    basis = computed_basis(request, assumptions, cluster=known.cluster, data=inputs.data)
     return problem_from(request, *basis, assumptions)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +18,15 @@ from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.computed import analytic_profile, as_needed_profile
 from fcp_cli.profiling.fits import place_of
 from fcp_cli.profiling.options import ProfileRequest
-from fcp_cli.profiling.samples import Measurement, default_degrees, default_vision_layers
-from fcp_cli.profiling.worker import default_layers
+from fcp_cli.profiling.points import LEAST_LENGTH, Footprint
+from fcp_cli.profiling.samples import Measurement
 from fcp_cli.util.console import Assumptions
 from fcp_cli.util.machine import find_machine, host_memory_bytes
 from fcp_cli.util.plugins import pip_install
 
 _CPU_MODEL = "qwen3-tiny"
 _CPU_MAX_LENGTH, _MAX_LENGTH = 4096, 131_072
+_DEVICES_PER_NODE = 8  # if there are several nodes, which this machine cannot ask
 _SMALL_MODEL_PARAMETERS = 1e8  # can be measured within a minute on a CPU
 
 
@@ -69,22 +71,16 @@ def computed_profile(request: ProfileRequest, assumptions: Assumptions) -> CostP
     return as_needed_profile(fit.recipe, fit.level_tokens, profile_of) if fit.level_tokens else profile_of(fit.recipe)
 
 
-def asked_sync(request: ProfileRequest) -> Sync | None:
-    """Return the requested sync, `microbatch` for ZeRO stage 3, or None for the job's default."""
-    if request.sync != "auto":
-        return request.sync
-    return "microbatch" if request.recipe.zero == "3" else None
-
-
 def _fit(spec: ModelSpec, request: ProfileRequest, place: JobRanks, assumptions: Assumptions) -> FittedRecipe:
     """Complete the requested recipe with settings that fit; `assumptions` records the choices."""
-    sync = asked_sync(request)
     # A single rank represents those of a plan, which `fcp plan` makes for `iteration`.
-    fit = fitting_recipe(spec, request.recipe, place, sync=sync or (None if place.num_ranks > 1 else "iteration"))
+    alone: Sync | None = "iteration" if place.num_ranks == 1 else None
+    sync = "microbatch" if request.recipe.zero == "3" else alone
+    fit = fitting_recipe(spec, request.recipe, place, sync=sync)
     room = f"leaves {fit.tokens:,} tokens per rank" if fit.tokens else "nothing fits"
     assumptions.assume("recipe", fit.recipe.describe(), f"{room}; {shlex.join(fit.recipe.flags())}")
-    if sync is None:
-        assumptions.assume("--sync", fit.sync, "fcp plan takes the same option")
+    if request.recipe.zero != "3":
+        assumptions.assume("--sync", fit.sync, "an option of fcp plan")
     return fit
 
 
@@ -93,7 +89,7 @@ def _require_room(spec: ModelSpec, request: ProfileRequest, place: JobRanks, fit
         return
     memory = fit.memory.as_profile_memory(place.capacity_bytes)
     other = fitting_recipe(spec, RecipeRequest.to_train_as(request.recipe), place)
-    flags = shlex.join(other.flags())
+    flags = shlex.join(other.recipe.flags())
     cuts = ["--tensor-parallel", "--pipeline-parallel", *(["--expert-parallel"] if spec.experts else [])]
     remedy = f"{flags} fits" if other.tokens >= 1 else f"raise {' or '.join(cuts)}"
     raise ProfileError(
@@ -102,9 +98,19 @@ def _require_room(spec: ModelSpec, request: ProfileRequest, place: JobRanks, fit
     )
 
 
-def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Measurement:
-    """Choose the measurement as requested or as suits this machine; record assumptions."""
-    _require_one_level(request)
+def choose_measurement(request: ProfileRequest, samples: Path, assumptions: Assumptions) -> Measurement:
+    """Choose the measurement as requested or as suits this machine; record assumptions.
+
+    Args:
+        request: options of `fcp profile`.
+        samples: the samples file to write.
+        assumptions: records each choice.
+    """
+    if request.recipe.recompute == "as-needed":
+        raise UsageError(
+            "--recompute as-needed mixes levels, and a measurement runs one; add --analytic, or measure one of them: "
+            "--recompute none, activation, elementwise or selective"
+        )
     kind, units = _units(request, assumptions)
     on_cpu = kind == "cpu"
     spec = load_model(request.model or (_CPU_MODEL if on_cpu else DEFAULT_MODEL))
@@ -125,11 +131,8 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
     ranks = request.ranks or units
     if request.nodes == 1:
         _assume(assumptions, "--ranks", request.ranks, ranks, "one per core" if on_cpu else "one per device")
-    if request.nodes > 1 and ranks != units:
-        raise UsageError(
-            f"--ranks {ranks}: {request.nodes} nodes of --devices-per-node {request.devices_per_node} have {units} "
-            "ranks; remove --ranks, or give the devices of a node"
-        )
+    if ranks % request.nodes:
+        raise UsageError(f"--ranks {ranks} does not divide over --nodes {request.nodes}; give the ranks of all nodes")
     if on_cpu and request.nodes == 1 and ranks > units:
         assumptions.assume("times", f"{ranks} ranks sharing {units} cores", "as in a job with as many ranks here")
     degrees = request.degrees or default_degrees(ranks)
@@ -140,12 +143,15 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
     _assume(assumptions, "--max-length", request.max_length, max_length, "tokens")
     minutes = request.budget_minutes or (1.0 if on_cpu and spec.parameters < _SMALL_MODEL_PARAMETERS else 10.0)
     _assume(assumptions, "--budget-minutes", request.budget_minutes, f"{minutes:g}", "longer is more exact")
-    device_bytes = _device_bytes(kind, device, cluster, ranks)
+    if on_cpu:
+        device_bytes = host_memory_bytes() / ranks
+    else:  # of remote nodes, the cluster's description
+        device_bytes = load_cluster(cluster).memory_bytes if device is None else device[1]
     place = place_of(cluster, ranks=ranks, nodes=request.nodes, device_bytes=device_bytes, on_cpu=on_cpu)
     fit = _fit(spec, request, place, assumptions)
     # Packs are measured under this recipe; fits are scaled to the requested one.
     recipe = replace(fit.recipe, lora=None, freeze=None)
-    layers = _layers(request, spec) or default_layers(spec, recipe, device=kind, device_bytes=device_bytes, ranks=ranks)
+    layers = default_layers(spec, recipe, device=kind, device_bytes=device_bytes, ranks=ranks)
     return Measurement(
         model=request.model or spec.name,
         cluster=cluster,
@@ -159,22 +165,14 @@ def choose_measurement(request: ProfileRequest, assumptions: Assumptions) -> Mea
         layers=layers,
         vision_layers=default_vision_layers(spec, layers, device=kind),
         budget_seconds=60.0 * minutes,
-        samples=request.samples or Path("profile.samples.jsonl"),
+        samples=samples,
     )
-
-
-def _require_one_level(request: ProfileRequest) -> None:
-    if request.recipe.recompute == "as-needed":
-        raise UsageError(
-            "--recompute as-needed mixes levels, and a measurement runs one; add --analytic, or measure one of them: "
-            "--recompute none, activation, elementwise or selective"
-        )
 
 
 def _units(request: ProfileRequest, assumptions: Assumptions) -> tuple[str, int]:
     """Return the device kind to measure on, and the number of ranks on it."""
     if request.nodes > 1:  # the nodes may have other devices than this machine
-        return request.device, request.nodes * request.devices_per_node
+        return request.device, request.nodes * _DEVICES_PER_NODE
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise ProfileError(
@@ -197,21 +195,59 @@ def _device(kind: str) -> tuple[str, float]:
     return device_name(first), device_memory_bytes(first, ranks_on_host=1)
 
 
-def _device_bytes(kind: str, device: tuple[str, float] | None, cluster: str, ranks: int) -> float:
-    """Return a rank's memory: of its device, its share of the host, or the cluster's device if nodes are remote."""
-    if kind == "cpu":
-        return host_memory_bytes() / ranks
-    return load_cluster(cluster).memory_bytes if device is None else device[1]
-
-
-def _layers(request: ProfileRequest, spec: ModelSpec) -> tuple[int, ...]:
-    counts = request.layers
-    if counts and counts != (spec.num_layers,) and (len(counts) != 2 or max(counts) > spec.num_layers):
-        given = ",".join(map(str, counts))
-        raise UsageError(f"--layers {given} must be two counts up to {spec.num_layers}, as 1,2, or {spec.num_layers}")
-    return counts
-
-
 def _assume(assumptions: Assumptions, name: str, given: object, value: object, reason: str) -> None:
     if not given:
         assumptions.assume(name, value, reason)
+
+
+_STATE_SHARE = 2 / 3  # share of a rank's memory for training an unreduced model
+_LAYER_COUNTS = (6, 4, 3)  # the largest that fits is measured, and a third of it
+
+
+def default_layers(
+    spec: ModelSpec, recipe: Recipe, *, device: str, device_bytes: float, ranks: int = 1
+) -> tuple[int, ...]:
+    """Return all layers if training them leaves memory for packs, else two counts that do."""
+
+    def footprint(layers: int) -> Footprint:
+        blocks = 0 if spec.vision is None else max(1, spec.vision.depth * layers // spec.num_layers)
+        return Footprint(
+            spec=spec,
+            recipe=recipe,
+            layers=layers,
+            vision_layers=blocks,
+            ranks=ranks,
+            on_cpu=device == "cpu",
+            device_bytes=device_bytes,
+        )
+
+    whole = footprint(spec.num_layers)
+    if whole.memory().total_bytes(LEAST_LENGTH) + whole.optimizer_bytes <= _STATE_SHARE * device_bytes:
+        return (spec.num_layers,)
+    period = spec.layer_period  # keeps the ratio of layer kinds
+    if device == "cpu":
+        return (period, 2 * period)
+    counts = [count for count in _LAYER_COUNTS if count * period <= spec.num_layers]
+    most = next((count for count in counts if footprint(count * period).fits), 2)
+    return (max(1, most // 3) * period, most * period)
+
+
+def default_degrees(ranks: int, most: int = 8) -> tuple[int, ...]:
+    """Return the default degrees: all up to 4, then 6 and 8; a single rank emulates them."""
+    reach = ranks if ranks > 1 else most
+    return tuple(degree for degree in (1, 2, 3, 4, 6, 8) if degree <= reach)
+
+
+def default_vision_layers(spec: ModelSpec, layers: Sequence[int], *, device: str) -> tuple[int, ...]:
+    """Return the encoder's block counts: all if the full language model is measured, else two counts; () without one.
+
+    Deepstack mergers follow the first blocks, so both counts include all of them; both are multiples of the period of
+    windowed blocks.
+    """
+    if spec.vision is None:
+        return ()
+    period = spec.vision.block_period
+    least = min(-(-max(1, len(spec.vision.deepstack_layers)) // period) * period, spec.vision.depth)
+    more = -(-(1 if device == "cpu" else 4) // period) * period
+    most = min(least + more, spec.vision.depth)
+    return (spec.vision.depth,) if len(layers) == 1 or least == most else (least, most)

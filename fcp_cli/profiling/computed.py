@@ -403,13 +403,10 @@ def _assumed_rate(cluster: ClusterSpec) -> dict[str, Any]:
     }
 
 
-# Computes the cost profile of as-needed recomputation from profiles of its levels.
-
-
 def as_needed_profile(
     recipe: Recipe, tokens: Mapping[LayerRecompute, int], profile_of: Callable[[Recipe], CostProfile]
 ) -> CostProfile:
-    """Return the profile of the first level, extended by the worthwhile levels.
+    """Return the profile of as-needed recomputation: that of the first level, extended by the worthwhile levels.
 
     Args:
         recipe: recipe with as-needed recomputation.
@@ -459,13 +456,13 @@ def with_level_tokens(profile: CostProfile, tokens: Mapping[LayerRecompute, int]
     return replace(found, text=dump_cost_profile(found))
 
 
-# Counts operations that the host launches per micro-batch: a fixed cost, independent of tokens.
-#
-# Counted from transformers' layers under bf16 autocast, without operations that only create views; a test recounts
-# them. Layers with a state and vision encoder blocks count as Llama layers.
-
-
 class _Operations(NamedTuple):
+    """Operations that the host launches: a fixed cost of a micro-batch, independent of tokens.
+
+    Counted from transformers' layers under bf16 autocast, without operations that only create views; a test recounts
+    them. Layers with a state and vision encoder blocks count as Llama layers.
+    """
+
     forward: float
     backward: float
 
@@ -514,46 +511,11 @@ def layer_operations(spec: ModelSpec, kind: LayerKind) -> _Operations:
     return _Operations(share * sum(part.forward for part in parts), share * sum(part.backward for part in parts))
 
 
-# Computes the time of a step outside its micro-batches from model and cluster descriptions.
-#
-# Traffic between nodes shares `links_per_node` links per node, each as fast as a ring's. Gathered data enters a node
-# once per device of a rank; inside a node, each device receives all of it.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepCollectives:
-    """Timing of sharded collectives.
-
-    Attributes:
-        shards: number of ranks per replica.
-        copies: number of replicas (HSDP).
-        ranks_per_node, devices_per_rank: placement of ranks on nodes.
-        intra, node: bandwidth between devices in a node, and of all links of a node together.
-    """
-
-    shards: int
-    copies: int
-    ranks_per_node: int
-    devices_per_rank: int
-    intra: float
-    node: float
-
-    def gather_seconds(self, size: float) -> float:
-        """Return the seconds of an all-gather (or reduce-scatter) of `size` bytes per device."""
-        received = size * (self.shards - 1) / self.shards
-        crosses = self.shards > self.ranks_per_node
-        return max(received / self.intra, received * self.devices_per_rank / self.node if crosses else 0.0)
-
-    def copies_seconds(self, size: float) -> float:
-        """Return the seconds to all-reduce shards of `size` bytes over replicas on different nodes."""
-        if self.copies == 1:
-            return 0.0
-        devices = min(self.shards, self.ranks_per_node) * self.devices_per_rank
-        return 2.0 * size / self.shards * devices * (self.copies - 1) / self.copies / self.node
-
-
 def analytic_step_terms(state: State, cluster: ClusterSpec, *, ranks: int) -> StepTerms:
-    """Compute the wave floor, tail and update; all 0 if the cluster does not specify node links.
+    """Compute a step's time outside its micro-batches; all 0 if the cluster does not specify node links.
+
+    Traffic between nodes shares `links_per_node` links per node, each as fast as a ring's. Gathered data enters a node
+    once per device of a rank; inside a node, each device receives all of it.
 
     Args:
         state: model state of a rank under the recipe.
@@ -566,24 +528,31 @@ def analytic_step_terms(state: State, cluster: ClusterSpec, *, ranks: int) -> St
     devices = state.cut.devices
     shares = recipe.zero_stage > 0
     shards = state.shards if shares else ranks
-    exchange = StepCollectives(
-        shards=shards,
-        copies=max(1, ranks // shards),
-        ranks_per_node=max(1, cluster.devices_per_node // devices),
-        devices_per_rank=devices,
-        intra=cluster.intra_node_bytes_per_second,
-        node=cluster.inter_node_bytes_per_second * cluster.links_per_node,
-    )
+    copies = max(1, ranks // shards)
+    ranks_per_node = max(1, cluster.devices_per_node // devices)
+    node_rate = cluster.inter_node_bytes_per_second * cluster.links_per_node
+
+    def gather_seconds(size: float) -> float:
+        """Return the seconds of an all-gather (or reduce-scatter) of `size` bytes per device."""
+        received = size * (shards - 1) / shards
+        across = received * devices / node_rate if shards > ranks_per_node else 0.0
+        return max(received / cluster.intra_node_bytes_per_second, across)
+
+    def copies_seconds(size: float) -> float:
+        """Return the seconds to all-reduce shards of `size` bytes over replicas on different nodes."""
+        senders = min(shards, ranks_per_node) * devices
+        return 2.0 * size / shards * senders * (copies - 1) / copies / node_rate
+
     gradients = precision.gradient * state.trained
-    summed = exchange.gather_seconds(gradients) + exchange.copies_seconds(gradients)
-    gathered = exchange.gather_seconds(state.computed_weight * state.parameters)
+    summed = gather_seconds(gradients) + copies_seconds(gradients)
+    gathered = gather_seconds(state.computed_weight * state.parameters)
     update = 0.0
     if cluster.memory_bytes_per_second is not None:
         numbers = 2 * (precision.moments + precision.master) + precision.gradient + precision.weight
         update = numbers * state.trained / (shards if shares else 1) / cluster.memory_bytes_per_second
     if recipe.zero_stage < 3:
         # Weights return the way gradients went; a replica's are part of the all-reduce.
-        back = exchange.gather_seconds(state.computed_weight * state.trained if shares else gradients)
+        back = gather_seconds(state.computed_weight * state.trained if shares else gradients)
         return StepTerms(tail_seconds=summed + back, update_seconds=update)
     scatters = recipe.reduce == "wave"
     return StepTerms(

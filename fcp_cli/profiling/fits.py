@@ -1,4 +1,8 @@
-"""Fits a cost profile to samples; its measurement block records samples, machine and fit errors."""
+"""Fits a cost profile to samples; its measurement block records samples, machine and fit errors.
+
+Memory is measured bytes per token, and everything else of the memory model. Times are measured with all weights
+trained, and scaled for a job that trains part of the model. A vision encoder is fitted trained and frozen.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ from fcp_cli.models.cluster import THIS_MACHINE, load_cluster
 from fcp_cli.models.model import ModelSpec, load_model
 from fcp_cli.profiling.computed import analytic_profile, counted_heads, messages_per_halo, messages_per_hop
 from fcp_cli.profiling.points import Point, VisionPoint
-from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, kernel_table, measured_points, timed_settings
+from fcp_cli.profiling.samples import MeasuredPoint, SamplesFile, measured_points, timed_settings
 
 _DIGITS = 6
 _NAMED_POINTS = 5
@@ -43,7 +47,7 @@ _NAMED_POINTS = 5
 _ACROSS_NODES = ("inter_node", "inter_node_cross_rail")
 
 
-def recipe_of(samples: SamplesFile, request: RecipeRequest, sync: Sync | None) -> tuple[Recipe, Sync]:
+def recipe_of(samples: SamplesFile, request: RecipeRequest) -> tuple[Recipe, Sync]:
     """Return recipe and sync of a profile: as measured, overridden by the request."""
     measured = samples.subject
     recipe = request.applied_to(measured.recipe)
@@ -52,17 +56,14 @@ def recipe_of(samples: SamplesFile, request: RecipeRequest, sync: Sync | None) -
         if was[name] != asked[name]:
             raise UsageError(
                 f"--{name} {asked[name]}: the samples were measured with --{name} {was[name]}, and times differ; "
-                f"measure with 'fcp profile --{name} {asked[name]} --fresh'"
+                f"measure with 'fcp profile --{name} {asked[name]}'"
             )
-    if sync is None:
-        sync = "microbatch" if recipe.zero_stage == 3 else measured.sync
+    sync = "microbatch" if recipe.zero_stage == 3 else measured.sync
     check_recipe(recipe, sync=sync)
     return recipe, sync
 
 
-def profile_from_samples(
-    samples: SamplesFile, *, request: RecipeRequest | None = None, sync: Sync | None = None
-) -> CostProfile:
+def profile_from_samples(samples: SamplesFile, *, request: RecipeRequest | None = None) -> CostProfile:
     """Fit a cost profile; its measurement block records hardware, versions, points, errors and warnings.
 
     Any observations yield a profile. If packs are too few or too similar to fit, the analytic coefficients are scaled
@@ -71,14 +72,13 @@ def profile_from_samples(
     Args:
         samples: samples of a measurement; a vision encoder is timed both trained and frozen.
         request: recipe settings that override the measured ones; settings that affect times cannot change.
-        sync: sync of the plans; None: as measured.
     """
     subject = samples.subject
     spec = load_model(subject.model)
     environments = samples.of_kind("environment")
     if not environments:
         raise ProfileError("the samples hold no measurement yet: the worker never began; run 'fcp profile' again")
-    recipe, sync = recipe_of(samples, request or RecipeRequest(), sync)
+    recipe, sync = recipe_of(samples, request or RecipeRequest())
     measured = measured_points(samples, subject.points(), layers=subject.layers, model_layers=spec.num_layers)
     timed = measured_recipe(spec, recipe)
     prior = _prior(samples, spec, timed, sync, shares_heads=any(one.point.heads_degree > 1 for one in measured))
@@ -121,7 +121,7 @@ def profile_from_samples(
 
 
 def _kernels(samples: SamplesFile) -> KernelTable | None:
-    table = kernel_table(samples)
+    table = samples.kernel_table()
     if table is None:
         return None
     names = ("forward_seconds", "backward_seconds", "first_seconds")
@@ -376,9 +376,6 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-# Memory block of a measured profile: measured bytes per token, everything else from the memory model.
-
-
 def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cpu: bool) -> JobRanks:
     """Return the ranks of a profile's memory: those measured, or the full cluster that a single rank represents."""
     per_node = ranks // nodes
@@ -395,7 +392,7 @@ def place_of(cluster: str, *, ranks: int, nodes: int, device_bytes: float, on_cp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFigures:
-    """Memory of a profile.
+    """Memory of a measured profile.
 
     Attributes:
         spec, recipe, sync, place: model, recipe, sync and ranks of the job.
@@ -464,11 +461,11 @@ class MemoryFigures:
         does_not = f"{self.spec.name} does not fit under {self.recipe.describe()}: it takes {size}"
         other = self.fitting()
         if other.tokens >= 1:
-            command = shlex.join(["fcp", "profile", "--from-samples", str(self.samples.path), *other.flags()])
+            command = shlex.join(["fcp", "profile", "--from-samples", str(self.samples.path), *other.recipe.flags()])
             return [f"{does_not}; {other.recipe.describe()} leaves {other.tokens:,} tokens per rank: {command}"]
         thriftiest = fitting_recipe(self.spec, RecipeRequest.to_train_as(self.recipe), self.place)
         if thriftiest.tokens >= 1:
-            command = shlex.join(["fcp", "profile", *thriftiest.flags(), "--fresh"])
+            command = shlex.join(["fcp", "profile", *thriftiest.recipe.flags()])
             return [
                 f"{does_not}; {thriftiest.recipe.describe()} leaves {thriftiest.tokens:,} tokens per rank, and needs "
                 f"new times: {command}"
@@ -503,9 +500,6 @@ def readings(samples: SamplesFile, layers: int) -> list[tuple[float, float]]:
         for line in samples.of_kind("memory")
         if int(line.get("layers", most)) == layers
     ]
-
-
-# Converts times measured with all weights trained to a job that trains only part of the model.
 
 
 def measured_recipe(spec: ModelSpec, recipe: Recipe) -> Recipe:
@@ -547,9 +541,6 @@ def heads_of_trained(heads: Heads, whole: Heads, tuned: Heads) -> Heads:
     names = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token", "exchange_seconds")
     counted = {name: getattr(tuned, name) / getattr(whole, name) for name in names}
     return replace(heads, **{name: ratio * getattr(heads, name) for name, ratio in counted.items()})
-
-
-# Fits vision encoder coefficients, trained and frozen, to samples.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

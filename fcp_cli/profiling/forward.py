@@ -8,8 +8,9 @@ the exposed share of a ring are unchanged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from fcp_cli.cost.profile import Coefficients, CostProfile, Heads, StepTerms, dump_cost_profile
 from fcp_cli.cost.recipe import Recipe
@@ -28,32 +29,13 @@ from fcp_cli.profiling.computed import (
 )
 from fcp_cli.util.validation import validated
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardShares:
-    """Share of the forward pass in training, by coefficient: usually 1 / 3.5 for attention and 1 / 3 for matrices.
-
-    Attributes:
-        attention, linear: terms of the language model.
-        ring_bytes, ring_hops, chunks: terms of rings: bytes, messages, and the overhead of chunks.
-        halo_messages: messages of halos; their bytes have the share of rings.
-        vision, vision_pairs: terms of the encoder's matrices and attention.
-        wave_floor: minimum time of a wave's collectives.
-    """
-
-    attention: float
-    linear: float
-    ring_bytes: float
-    ring_hops: float
-    halo_messages: float
-    chunks: float
-    vision: float
-    vision_pairs: float
-    wave_floor: float
+Figures = TypeVar("Figures", Coefficients, Heads)
 
 
-def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float = 1.0) -> ForwardShares:
-    """Return the forward shares for a recipe; common factors of the model cancel out.
+def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float = 1.0) -> dict[str, float]:
+    """Return the share of the forward pass in training by name in `Coefficients` and `StepTerms`; factors cancel out.
+
+    It is usually 1 / 3.5 for attention and 1 / 3 for matrices. The last hop of a ring only returns gradients.
 
     Args:
         spec, recipe: model and recipe of the training profile.
@@ -75,17 +57,25 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
     gathered = state.computed_weight * state.parameters
     scattered = precision.gradient * state.trained if recipe.reduce == "wave" else 0.0
     attention_backward = ATTENTION_BACKWARD * backward_slowdown + forward_reruns
-    return ForwardShares(
-        attention=1 / (1 + backward.layers * attention_backward),
-        linear=1 / backward.language.total(recomputes=recipe.recomputes_matrices),
-        ring_bytes=ring_bytes,
-        ring_hops=messages_per_hop(spec, reached=0.0) / messages if messages else 1.0,  # 0 if all layers have windows
-        halo_messages=1 / (1 + backward.layers * (2 + forward_reruns)),
-        chunks=CHUNK_BYTES_FORWARD / chunks,
-        vision=1 / backward.vision.total(recomputes=recipe.recomputes_layers),
-        vision_pairs=1 / (1 + backward.vision.inputs * attention_backward),
-        wave_floor=gathered / (2 * gathered + scattered),
-    )
+    of_attention = 1 / (1 + backward.layers * attention_backward)
+    of_matrices = 1 / backward.language.total(recomputes=recipe.recomputes_matrices)
+    return {
+        "attention_seconds_per_token2": of_attention,
+        "window_seconds_per_token2": of_attention,
+        "linear_seconds_per_token": of_matrices,
+        "microbatch_seconds": of_matrices,
+        "ring_bytes_per_token": ring_bytes,
+        "halo_bytes_per_token": ring_bytes,
+        # 0 messages if all layers have windows
+        "ring_hop_seconds": messages_per_hop(spec, reached=0.0) / messages if messages else 1.0,
+        "halo_message_seconds": 1 / (1 + backward.layers * (2 + forward_reruns)),
+        "chunk_seconds_per_token": CHUNK_BYTES_FORWARD / chunks,
+        "last_hop_bytes_per_token": 0.0,
+        "last_hop_seconds": 0.0,
+        "vision_seconds_per_patch": 1 / backward.vision.total(recomputes=recipe.recomputes_layers),
+        "vision_seconds_per_patch2": 1 / (1 + backward.vision.inputs * attention_backward),
+        "wave_floor_seconds": gathered / (2 * gathered + scattered),
+    }
 
 
 def _sent_bytes(spec: ModelSpec, **of_pass: Any) -> float:
@@ -109,16 +99,17 @@ def forward_profile(profile: CostProfile) -> CostProfile:
     shares = forward_shares(known_model(profile.model) or load_model(DEFAULT_MODEL), recipe, backward_slowdown=slowdown)
     common_ground = profile.common_ground
     if common_ground is not None:
-        coefficients = _scaled_coefficients(common_ground.coefficients, shares)
-        common_ground = replace(common_ground, coefficients=coefficients)
+        common_ground = replace(common_ground, coefficients=_scaled(common_ground.coefficients, shares))
+    exchanges = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token", "exchange_seconds")
     forward = replace(
         profile,
-        coefficients=_scaled_coefficients(_without_elementwise(profile), shares),
+        coefficients=_scaled(_without_elementwise(profile), shares),
         common_ground=common_ground,
         step=StepTerms(
-            wave_floor_seconds=profile.step.wave_floor_seconds * shares.wave_floor, lockstep=profile.step.lockstep
+            wave_floor_seconds=profile.step.wave_floor_seconds * shares["wave_floor_seconds"],
+            lockstep=profile.step.lockstep,
         ),
-        heads=profile.heads and _scaled_heads(profile.heads, shares.ring_hops),
+        heads=profile.heads and _scaled(profile.heads, dict.fromkeys(exchanges, shares["ring_hop_seconds"])),
         phase="forward",
     )
     return replace(forward, text=dump_cost_profile(forward))
@@ -133,33 +124,10 @@ def backward_slowdown(profile: CostProfile) -> float:
     return attention_rate.forward / attention_rate.backward
 
 
-def _scaled_heads(heads: Heads, share: float) -> Heads:
-    """Return the all-to-all costs scaled to the forward pass."""
-    return replace(
-        heads,
-        exchange_bytes_per_token=heads.exchange_bytes_per_token * share,
-        key_value_exchange_bytes_per_token=heads.key_value_exchange_bytes_per_token * share,
-        exchange_seconds=heads.exchange_seconds * share,
-    )
-
-
-def _scaled_coefficients(coefficients: Coefficients, shares: ForwardShares) -> Coefficients:
-    return replace(
-        coefficients,
-        attention_seconds_per_token2=coefficients.attention_seconds_per_token2 * shares.attention,
-        linear_seconds_per_token=coefficients.linear_seconds_per_token * shares.linear,
-        ring_bytes_per_token=coefficients.ring_bytes_per_token * shares.ring_bytes,
-        microbatch_seconds=coefficients.microbatch_seconds * shares.linear,
-        ring_hop_seconds=coefficients.ring_hop_seconds * shares.ring_hops,
-        chunk_seconds_per_token=coefficients.chunk_seconds_per_token * shares.chunks,
-        window_seconds_per_token2=coefficients.window_seconds_per_token2 * shares.attention,
-        halo_bytes_per_token=coefficients.halo_bytes_per_token * shares.ring_bytes,
-        halo_message_seconds=coefficients.halo_message_seconds * shares.halo_messages,
-        last_hop_bytes_per_token=0.0,  # only returns gradients
-        last_hop_seconds=0.0,
-        vision_seconds_per_patch=coefficients.vision_seconds_per_patch * shares.vision,
-        vision_seconds_per_patch2=coefficients.vision_seconds_per_patch2 * shares.vision_pairs,
-    )
+def _scaled(figures: Figures, shares: Mapping[str, float]) -> Figures:
+    """Return coefficients or all-to-all costs multiplied by their shares."""
+    names = {field.name for field in fields(figures)} & shares.keys()
+    return replace(figures, **{name: getattr(figures, name) * shares[name] for name in names})
 
 
 def _without_elementwise(profile: CostProfile) -> Coefficients:

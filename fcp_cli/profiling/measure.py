@@ -45,7 +45,14 @@ def run_measurement(
         argv = [*torchrun_argv(measurement.ranks), *_WORKER, str(request)]
         # One core per rank for reproducible CPU measurements; torch reads the variable on import.
         threads = {"OMP_NUM_THREADS": "1"} if measurement.device == "cpu" else {}
-        status = _run(argv, measurement, {**environment, **threads}, log, on_progress)
+        began = time.monotonic()
+
+        def goes_on() -> bool:
+            elapsed = time.monotonic() - began
+            on_progress(elapsed, measurement.samples.read_bytes().count(b'"observation"'))
+            return elapsed <= measurement.budget_seconds + _GRACE_SECONDS
+
+        status = run_logged(argv, log, environment={**environment, **threads}, goes_on=goes_on)
         samples = read_samples(measurement.samples)
         if samples.finished:
             return samples, None
@@ -73,22 +80,32 @@ def cluster_command(measurement: Measurement, request: Path, *, master: str, env
     return f'{variables}{shlex.join(argv)} --node-rank="$NODE_RANK" {shlex.join(program)}'
 
 
-def _run(
+def run_logged(
     argv: Sequence[str],
-    measurement: Measurement,
-    environment: Mapping[str, str],
     log: Path,
-    on_progress: Callable[[float, int], None],
+    *,
+    environment: Mapping[str, str],
+    goes_on: Callable[[], bool],
+    before_kill: Callable[[int], None] = lambda pid: None,
 ) -> int | None:
-    began = time.monotonic()
+    """Run a program with its output in a log; kill it with all its children if it hangs or on an exception.
+
+    Args:
+        argv, log: the program and its log.
+        environment: variables, on top of this process's environment.
+        goes_on: called several times a second; False if the program hangs.
+        before_kill: called with the process id of a program that hangs.
+
+    Returns:
+        The exit status, or None if the program hung.
+    """
     with log.open("wb") as output:
         process = subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, **environment})
     try:
         while process.poll() is None:
-            elapsed = time.monotonic() - began
-            if elapsed > measurement.budget_seconds + _GRACE_SECONDS:
-                break
-            on_progress(elapsed, measurement.samples.read_bytes().count(b'"observation"'))
+            if not goes_on():
+                before_kill(process.pid)
+                return None
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_SECONDS)
         return process.returncode

@@ -34,10 +34,6 @@ class ProfileRequest:
             common=True,
         ),
     ] = None
-    sync: Annotated[
-        Literal["auto", "iteration", "microbatch"],
-        Opt("Sync of the plans to come, which affects memory; auto: iteration, or microbatch with --zero 3."),
-    ] = "auto"
     recipe: Annotated[RecipeRequest, OptionGroup("Recipe")] = field(default_factory=RecipeRequest)
 
     budget_minutes: Annotated[
@@ -60,29 +56,17 @@ class ProfileRequest:
         Opt(
             "Processes to measure with (1 emulates rings); with --analytic, ranks of the job.",
             min=1,
-            unset="one per device or core",
+            unset="one per device or core, 8 on each of several nodes",
             common=True,
         ),
     ] = None
     device: Annotated[Literal["auto", "cpu", "cuda", "npu"], Opt("Device to measure.", common=True)] = "auto"
-    layers: Annotated[
-        tuple[int, ...],
-        Opt("Layer counts to measure and extrapolate from, e.g. 2,6.", commas=True, unset="all, or two that fit"),
-    ] = ()
-    samples: Annotated[
-        Path | None, Opt("File that keeps the samples.", unset="OUTPUT.samples.jsonl", trust="writes", group="Samples")
-    ] = None
-    fresh: Annotated[bool, Opt("Restart an interrupted measurement instead of continuing it.")] = False
-    from_samples: Annotated[Path | None, Opt("Fit these samples; measure nothing.")] = None
-    nodes: Annotated[
-        int,
-        Opt("Number of nodes; with several, print the command for each.", min=1, max=MOST_RANKS, group="Several nodes"),
-    ] = 1
-    devices_per_node: Annotated[int, Opt("Devices of each of several nodes.", min=1, max=MOST_RANKS)] = 8
+    nodes: Annotated[int, Opt("Number of nodes; with several, print the command for each.", min=1, max=MOST_RANKS)] = 1
 
     analytic: Annotated[
         bool, Opt("Compute from the figures of model and cluster.", group="Without measuring", common=True)
     ] = False
+    from_samples: Annotated[Path | None, Opt("Fit these samples of a measurement.", metavar="FILE")] = None
     attention_kernel: Annotated[KernelChoice, Opt("Attention kernel to price; auto: the cluster's first.")] = "auto"
     tensor_parallel: Annotated[
         int, Opt("Devices that share each layer.", metavar="T", min=1, max=MOST_RANKS, common=True)

@@ -1,17 +1,23 @@
-"""The packs to measure: powers of two and packs of equal sequences for the fit, others held out.
+"""The packs and encoder calls to measure: which there are, in which order they are observed, and which fit.
 
-A vision encoder runs single parts of growing size and many equal parts; sizes between them are held out.
+Fitted are lengths in powers of two and packs of equal sequences, and encoder calls of single parts of growing size and
+of many equal parts. Sizes in between and mixtures are held out.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Generic, TypeVar
 
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import UsageError
+from fcp_cli.memory.activations import patch_bytes
+from fcp_cli.memory.items import RESERVE_FRACTION, MemoryItem, RankMemory, precision_of
+from fcp_cli.memory.rank import rank_memory
+from fcp_cli.models.model import ModelSpec
 
 LEAST_LENGTH = 64  # below it, the fixed cost dominates
 
@@ -196,9 +202,6 @@ def _parts_of(side: int, patches: int) -> tuple[int, ...]:
     return (side,) * number if number > 1 else ()
 
 
-# Chooses the order of observations within a time budget.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task(Generic[P]):
     """A point with a layer count."""
@@ -267,3 +270,114 @@ class Schedule(Generic[P]):
             return 0.0
         nearest_work, nearest_seconds = min(known, key=lambda pair: abs(pair[0] - work))
         return nearest_seconds * max(1.0, work / nearest_work)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Memory of a measuring rank.
+
+    It holds its layers and gradients unsharded, even if the recipe shards them, so that no ring member waits for
+    weights. The optimizer is added last, for as much of the model as a rank of the job has.
+
+    Attributes:
+        spec: full model.
+        recipe: recipe of the packs.
+        layers: number of language model layers built.
+        vision_layers: number of encoder blocks built.
+        ranks: number of measuring ranks.
+        on_cpu: whether they run on CPUs.
+        device_bytes: memory of a rank.
+    """
+
+    spec: ModelSpec
+    recipe: Recipe
+    layers: int
+    vision_layers: int = 0
+    ranks: int = 1
+    on_cpu: bool = False
+    device_bytes: float
+
+    @property
+    def capacity_bytes(self) -> float:
+        return self.device_bytes * (1 - RESERVE_FRACTION)
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of the built language model."""
+        return float(self._built.parameters)
+
+    @property
+    def _built(self) -> ModelSpec:
+        return replace(self.spec, num_layers=self.layers, vision=None)
+
+    @property
+    def _encoder_bytes(self) -> float:
+        vision = self.spec.vision
+        if vision is None or not self.vision_layers:
+            return 0.0
+        blocks = replace(vision, depth=self.vision_layers)
+        return 2.0 * precision_of(self.recipe).weight * blocks.parameters  # weights and gradients
+
+    def memory(self) -> RankMemory:
+        """Return the memory while packs run: model and encoder, without optimizer."""
+        whole = replace(self.recipe, zero_stage=0, shard_ranks=None, freeze_vision=False)
+        found = rank_memory(
+            self._built,
+            whole,
+            sync="iteration",
+            ranks=max(2, self.ranks),  # rings, or an emulated member of one
+            on_cpu=self.on_cpu or self.ranks == 1,
+            peers=self.ranks - 1,
+            sharing=self.ranks,
+        )
+        encoder = MemoryItem(name="vision encoder", fixed_bytes=self._encoder_bytes)
+        moments = tuple(
+            replace(moment, items=(*(item for item in moment.items if item.name != "optimizer"), encoder))
+            for moment in found.moments
+        )
+        return RankMemory(moments=moments)
+
+    @property
+    def room_tokens(self) -> int:
+        """Maximum tokens of a pack per rank."""
+        return self.memory().tokens(self.capacity_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether packs can be measured: half of the memory must remain for tokens."""
+        return self.memory().total_bytes(LEAST_LENGTH) <= self.capacity_bytes / 2
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """AdamW moments of all built parameters, and master weights if the recipe has them."""
+        precision = precision_of(self.recipe)
+        return (precision.moments + precision.master) * self.parameters
+
+    def optimizer_share(self, shards: int) -> float:
+        """Return the share of parameters that the worker's optimizer updates.
+
+        It is that of a rank of the job with its optimizer sharding, limited by memory.
+
+        Args:
+            shards: number of optimizer shards; 1: not sharded.
+        """
+        room = self.capacity_bytes - self.memory().total_bytes(0)
+        return min(1.0 / shards, max(0.0, room) / self.optimizer_bytes)
+
+    def fitting(self, points: Sequence[Point]) -> tuple[Point, ...]:
+        """Return the packs whose shard is estimated to fit into a rank's memory together with the model, in order.
+
+        All ranks skip the same points: a failed allocation on one rank would abort all.
+        """
+        room = self.room_tokens
+        return tuple(point for point in points if -(-point.tokens // point.degree) <= room)
+
+    def fitting_calls(self, points: Sequence[VisionPoint]) -> tuple[VisionPoint, ...]:
+        """Return the encoder calls whose activations are estimated to fit together with the model, in order."""
+        vision = self.spec.vision
+        if vision is None:
+            return ()
+        room = self.capacity_bytes - self.memory().total_bytes(0)
+        blocks = self.vision_layers or vision.depth
+        most_patches = room / (blocks * patch_bytes(vision, precision_of(self.recipe)))
+        return tuple(point for point in points if point.patches <= most_patches)

@@ -56,7 +56,6 @@ class Refit:
     """A refitted profile, with errors in percent before and after, on fitted and held-out micro-batches."""
 
     profile: CostProfile
-    before: CostProfile
     num_fitted: int
     num_held_out: int
     fitted_before_percent: float
@@ -101,14 +100,13 @@ def samples_of_run(metrics: Path, *, plan: Path | None, skip_steps: int) -> RunS
         metadata=reader.metadata,
         planned=planned,
         run=run,
-        closing_seconds=tuple(_closing_seconds(measured.values())),
+        closing_seconds=tuple(max(0.0, one["seconds"] - _end_of_work(one)) for one in measured.values()),
     )
 
 
-def _closing_seconds(records: Iterable[StepRecord]) -> Iterable[float]:
-    for record in records:
-        ends = [one["start_seconds"] + one["seconds"] for rank in record["ranks"] for one in rank["micro_batches"]]
-        yield max(0.0, record["seconds"] - max(ends, default=0.0))
+def _end_of_work(record: StepRecord) -> float:
+    ends = (one["start_seconds"] + one["seconds"] for rank in record["ranks"] for one in rank["micro_batches"])
+    return max(ends, default=0.0)
 
 
 def _measured_step(runs: Sequence[RunSamples], before: StepTerms) -> StepTerms:
@@ -171,10 +169,8 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
     fitted = [sample for i, sample in enumerate(samples) if i % HOLD_OUT_EVERY != HOLD_OUT_EVERY - 1]
     held_out = samples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
     fit = fit_groups(fitted, before, held_out=held_out)
-    errors = {
-        name: (error_percent(part, before), error_percent(part, fit.profile))
-        for name, part in (("f", fitted), ("h", held_out))
-    }
+    fitted_before, held_out_before = (error_percent(part, before) for part in (fitted, held_out))
+    fitted_after, held_out_after = (error_percent(part, fit.profile) for part in (fitted, held_out))
     measurement = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "method": "micro-batches of training runs",
@@ -185,8 +181,8 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
         ],
         "micro_batches_fitted": len(fitted),
         "micro_batches_held_out": len(held_out),
-        "held_out_error_before_percent": round(errors["h"][0], 3),
-        "held_out_error_percent": round(errors["h"][1], 3),
+        "held_out_error_before_percent": round(held_out_before, 3),
+        "held_out_error_percent": round(held_out_after, 3),
         "held_out_error_percent_by_model": {name: round(error, 3) for name, error in fit.held_out_percent.items()},
         "kept": list(fit.kept),
     }
@@ -194,12 +190,11 @@ def refit(runs: Sequence[RunSamples], *, before: CostProfile | None = None) -> R
     profile = replace(fit.profile, origin="fitted", step=step, measurement=measurement)
     return Refit(
         profile=replace(profile, text=dump_cost_profile(profile)),
-        before=before,
         num_fitted=len(fitted),
         num_held_out=len(held_out),
-        fitted_before_percent=errors["f"][0],
-        fitted_after_percent=errors["f"][1],
-        held_out_before_percent=errors["h"][0],
-        held_out_after_percent=errors["h"][1],
+        fitted_before_percent=fitted_before,
+        fitted_after_percent=fitted_after,
+        held_out_before_percent=held_out_before,
+        held_out_after_percent=held_out_after,
         kept=fit.kept,
     )

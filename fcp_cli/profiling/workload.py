@@ -1,4 +1,4 @@
-"""The timed work: forward and backward of a real model's layers on a pack, as in the runtime."""
+"""The timed work, as in the runtime: layers of a real model on a pack, a vision encoder call, the end of a step."""
 
 from __future__ import annotations
 
@@ -215,9 +215,6 @@ def autocast_for(device: torch.device, precision: PrecisionName) -> Callable[[],
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-# The timed vision encoder: a real model's blocks and projector on random pixels, called as in training.
-
-
 def build_encoder(spec: ModelSpec, blocks: int, device: torch.device, recipe: Recipe) -> nn.Module:
     """Build a vision-language base model with `blocks` encoder blocks and almost no language model.
 
@@ -245,7 +242,7 @@ def build_encoder(spec: ModelSpec, blocks: int, device: torch.device, recipe: Re
 
 
 class VisionWorkload:
-    """Runs an encoder call as the runtime does in each micro-batch."""
+    """Runs an encoder call on random pixels as the runtime does in each micro-batch."""
 
     def __init__(self, model: nn.Module, device: torch.device, recipe: Recipe) -> None:
         self.model = model
@@ -270,7 +267,10 @@ class VisionWorkload:
 
     def call(self, point: VisionPoint) -> Callable[[], None]:
         """Return a function that runs forward and, for a trained call, backward; gradients accumulate."""
-        parts, pixels = [_part(side) for side in point.sides], self._pixels(point.sides)
+        # Pixels of all parts are drawn together on the device.
+        image: dict[str, Any] = {"kind": "image", "start_token": 0, "work": 1.0, "pixels": lambda: torch.empty(0)}
+        parts = [VisualPart(**image, num_tokens=side * side // 4, grid=(side, side)) for side in point.sides]
+        pixels = self._pixels(point.sides)
         family = FAMILIES[self.model.config.model_type]  # type: ignore[union-attr, index]
 
         def run() -> None:
@@ -292,20 +292,6 @@ class VisionWorkload:
             values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
             shape = (sum(side * side for side in sides), values)
         return torch.randn(shape, generator=draw, device=self._device)
-
-
-def _part(side: int) -> VisualPart:
-    return VisualPart(
-        kind="image",
-        start_token=0,
-        num_tokens=side * side // 4,
-        work=1.0,
-        grid=(side, side),
-        pixels=lambda: torch.empty(0),  # pixels of all parts are drawn together on the device
-    )
-
-
-# The end of a step: gradient reduction, clipping, and AdamW on a rank's share of parameters.
 
 
 class UpdateStep:

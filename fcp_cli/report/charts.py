@@ -1,4 +1,8 @@
-"""Vega-Lite charts of a plan and of a run's measured steps."""
+"""Vega-Lite charts of a plan and of a run's measured steps.
+
+Text and lines use `currentColor`, so that the style sheet alone controls light, dark and print themes. Data is inlined
+as CSV, which is half the size of JSON rows.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,6 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.report.page_data import Columns, PlanPicture, RunPicture, bars_of, joined
 from fcp_cli.report.plan_tables import RanksShown
 from fcp_cli.report.profiles import planned_memory
-
-# Shared parts of the page's charts: colours, data format, axes.
-#
-# Text and lines use `currentColor`, so that the style sheet alone controls light, dark and print themes. Data is
-# inlined as CSV, which is half the size of JSON rows.
 
 Spec = dict[str, Any]
 
@@ -435,9 +434,8 @@ def scatter_chart(points: Columns, colours: DegreeColours) -> Spec:
     return chart("Predicted against measured seconds of each micro-batch", 300, layer=[dots, diagonal])
 
 
-# The charts of the page, keyed by element id.
-
 Charts = Iterator[tuple[str, Spec]]
+"""(element id, chart) pairs of a page."""
 _GAIN_HEIGHT = 210
 
 

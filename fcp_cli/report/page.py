@@ -182,9 +182,6 @@ def javascript_bundle() -> str:
     return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace("</script", "<\\/script")
 
 
-# HTML building blocks of the report.
-
-
 def figure(chart: str) -> str:
     """Return the container of a chart."""
     return f'<figure><div class="chart" id="{chart}"></div></figure>'
@@ -233,13 +230,10 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
     )
 
 
-# The sections of the page, most important first.
-
-
 def sections_of(
     metadata: PlanMetadata, plan: PlanPicture, run: RunPicture | None, speedup: Speedup, drawn: frozenset[str]
 ) -> Iterator[str]:
-    """Yield the sections whose charts are drawn."""
+    """Yield the sections whose charts are drawn, most important first."""
     yield _gain(metadata, plan, speedup)
     yield _over_the_steps(metadata, plan, drawn, run)
     yield _inside_a_step(metadata, plan, drawn)

@@ -1,4 +1,4 @@
-"""Collects a plan's figures for the page in one pass over its steps, downsampled for a browser."""
+"""Collects figures of a plan and its run for the page in one pass over the steps, downsampled for a browser."""
 
 from __future__ import annotations
 
@@ -227,8 +227,6 @@ class PlanPicture:
         held = self.metadata.tokens_per_rank * powers
         return np.asarray(held[held <= 2 * self.longest_tokens], dtype=np.int64)
 
-
-# Collects a run's figures for the page: predicted against measured.
 
 _SCATTER_POINTS = 2_500
 _POINTS_KEPT = 200_000

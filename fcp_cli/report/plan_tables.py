@@ -228,20 +228,15 @@ def step_document(step: StepPlan, num_ranks: int) -> dict[str, Any]:
     }
 
 
-# Tolerant plan reader for displays.
-#
-# `plan.check` verifies a plan strictly. This reads what can be displayed, skips broken steps, and lists edits and
-# skipped steps in `problems`.
-
 _QUICK_BYTES = 100_000_000  # hashing a larger file would take too long to show one step
 
 
 @dataclass(kw_only=True, slots=True)
 class PlanFile:
-    """An open plan.
+    """An open plan, read tolerantly for display; `plan.check` verifies a plan strictly.
 
     Attributes:
-        problems: one line per problem; complete once `steps` is exhausted.
+        problems: one line per edit or skipped step; complete once `steps` is exhausted.
     """
 
     reader: PlanReader
@@ -324,8 +319,6 @@ def _unseen(step: StepPlan, metadata: PlanMetadata) -> str | None:
     return None
 
 
-# Selects the ranks to display, node by node, and their axis ticks.
-
 _MOST_RANKS = 512  # more rows would not be visible and would bloat the page
 _MOST_NODE_LINES = 33
 
@@ -391,9 +384,6 @@ class RanksShown:
         return f" {self.count:,} of {self.num_ranks:,} ranks are drawn: one node in {self.every}."
 
 
-# Draws a pipelined step: a rectangle per forward and backward pass of each stage; a rank's row is split by stage.
-
-
 class StageTimes(NamedTuple):
     """Start and duration of each micro-batch in each block of layers, in seconds: [micro-batches, blocks].
 
@@ -433,7 +423,10 @@ def step_seconds_with(step: StepPlan, order: int, seconds: float, metadata: Plan
 def stage_bars(
     step: StepPlan, shown: RanksShown, metadata: PlanMetadata, pipeline: Pipeline
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the columns of `page_data.bars_of` with pipeline stages: each rank's row is split into P parts."""
+    """Return the columns of `page_data.bars_of` for a pipelined step: a rectangle per forward and backward of a stage.
+
+    Each rank's row is split by stage.
+    """
     stages = metadata.pipeline_parallel
     times = stage_times(step, metadata, pipeline)
     rows = np.repeat(np.arange(len(step)), step.degrees)

@@ -186,8 +186,6 @@ def _add_encoder_errors(table: Table, encoder: Mapping[str, Any]) -> None:
         )
 
 
-# Prints a manifest's statistics and length histogram.
-
 _BAR_CELLS: Final = 22
 _BIN_COLUMNS: Final = 11  # width of the length range column
 _SHARE_COLUMNS: Final = 10  # width of a percentage and the column gap
@@ -245,8 +243,6 @@ def _short(tokens: int) -> str:
             return f"{tokens // factor}{letter}"
     return str(tokens)
 
-
-# Memory of a plan's ranks, in a sentence.
 
 _ITEMS_NAMED = 4
 

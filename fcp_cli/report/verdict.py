@@ -97,8 +97,6 @@ def _contender_document(contender: Contender) -> dict[str, Any]:
     }
 
 
-# Words the verdict of `fcp plan` and `fcp compare`: at most four lines of 80 columns.
-
 _WIDTH, _MOST_LINES = 80, 4
 _WHOLE_FLAGS: Final[dict[str, Any]] = {"break_long_words": False, "break_on_hyphens": False}
 _EQUAL = 0.0005  # rounds to zero when shown

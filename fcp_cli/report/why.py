@@ -18,7 +18,8 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.pricing import planned_sequences, ranks_together
 from fcp_cli.plan.setup import Pipeline
 from fcp_cli.plan.step import MicroBatch, StepPlan
-from fcp_cli.planning.problem import Problem, batch_work, work_on
+from fcp_cli.planning.batches import batch_of
+from fcp_cli.planning.problem import Problem, work_on
 from fcp_cli.report.plan_tables import stage_times, step_seconds_with
 from fcp_cli.util.console import new_table, print_table
 from fcp_cli.util.words import counted
@@ -164,7 +165,7 @@ def _priced(
 ) -> Alternative:
     members = slice(int(step.sequence_offsets[microbatch.order]), int(step.sequence_offsets[microbatch.order + 1]))
     sequences = planned_sequences(step, manifest)
-    work = work_on(batch_work(sequences, problem), degree, problem)
+    work = work_on(batch_of(sequences, problem).work, degree, problem)
     pack = work.take(members).packed(np.zeros(1, dtype=np.int64)).take(0)
     attention, tokens = pack.attention_seconds, int(pack.tokens)
     size = problem.ranks_per_node

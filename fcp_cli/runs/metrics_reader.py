@@ -327,9 +327,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line.decode(errors="replace")
 
 
-# Follows a file that another process appends to.
-
-
 class FileFollower:
     """Reads a file that grows: each call returns what was appended since the last one.
 
@@ -376,9 +373,6 @@ class FileFollower:
                 self._inode, self.offset = status.st_ino, 0
             file.seek(self.offset)
             yield file
-
-
-# Totals of a run from its metrics, and the final line that it prints.
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The run directory, `runs/NAME-NNN`, and every path inside it."""
+"""The run directory, `runs/NAME-NNN`: every path inside it, and its small JSON files with their readers and writers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RunPaths:
 
     @property
     def stopped(self) -> Path:
-        """Checkpoint of a script whose trainer was stopped; see `runs.stopped_script`."""
+        """Checkpoint of a script whose trainer was stopped; see `StoppedScript`."""
         return self.run_dir / "stopped.json"
 
     @property
@@ -120,23 +120,6 @@ FORMAT = "fcp-launch/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeCommand:
-    """Command of a node: as words, and quoted for a shell including the environment."""
-
-    node: int
-    argv: list[str]
-    shell: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobFile:
-    """A generated file of a cluster job."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRecord:
     """All settings of a launched job.
 
@@ -146,8 +129,8 @@ class LaunchRecord:
         training: non-default settings of the bundled trainer; None for a script.
         program: program as typed after `--`, or the bundled trainer's module.
         environment: environment variables that fcp sets.
-        commands: commands of all nodes of a local job.
-        files: files that start the job on a cluster.
+        commands: command of each node of a local job: `node`, `argv`, and `shell` quoted with its environment.
+        files: files that start the job on a cluster, each with `name` and `text`.
     """
 
     format: str = FORMAT
@@ -164,8 +147,8 @@ class LaunchRecord:
     num_nodes: Count = 1
     processes_per_node: Count = 1
     environment: dict[str, str] = field(default_factory=dict)
-    commands: list[NodeCommand] = field(default_factory=list)
-    files: list[JobFile] = field(default_factory=list)
+    commands: list[dict[str, Any]] = field(default_factory=list)
+    files: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def manifests(self) -> tuple[Path, ...]:
@@ -232,8 +215,6 @@ def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:
         paths.versions, json.dumps(facts_document(collect_facts(asks_torch=has_driver_files())), indent=2) + "\n"
     )
 
-
-# Reads small JSON files of a run directory into validated values.
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Reads a run for `fcp plan --continue-from`: its plan and how far it got."""
+"""How far a run got: the steps that its metrics cover, for --resume, and the plan to continue, for --continue-from."""
 
 from __future__ import annotations
 
@@ -15,6 +15,38 @@ from fcp_cli.runs.metrics_reader import summary_of
 from fcp_cli.runs.owner import refuse_running
 from fcp_cli.runs.run_dir import LaunchRecord, RunPaths, followed_plan, from_here, read_launch
 from fcp_cli.util.validation import shown
+
+
+def recorded_steps(metrics: Path) -> int:
+    """Return the number of finished steps according to the metrics; 0 without metrics."""
+    last = summary_of(metrics).last
+    return 0 if last is None else last["step"] + 1
+
+
+def unrecorded(first: int, last: int) -> str:
+    """Name a range of unrecorded steps, counted from 1 as in the progress display."""
+    return f"step {last} is" if first == last else f"steps {first} to {last} are"
+
+
+def require_recorded(checkpoint: Path, *, accepts: bool) -> None:
+    """Check that the metrics record every step of the checkpoint.
+
+    Args:
+        checkpoint: the checkpoint to resume from.
+        accepts: whether the user accepts a gap.
+    """
+    finished, paths = read_header(checkpoint).step, RunPaths(run_dir=checkpoint.parent.parent)
+    recorded = recorded_steps(paths.metrics)
+    if accepts or finished <= recorded:
+        return
+    late = [path for path in checkpoints(paths.checkpoints) if read_header(path).step > recorded]
+    covered = [path.name for path in checkpoints(paths.checkpoints) if path not in late]
+    again = f"from {covered[-1]}" if covered else "from the beginning"
+    raise RunError(
+        f"{from_here(checkpoint)} has finished {finished} steps, but {from_here(paths.metrics)} records {recorded}: "
+        f"{unrecorded(recorded + 1, finished)} in no record; resume with --accept-unrecorded, or remove "
+        f"{' and '.join(path.name for path in late)} to train them again {again}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,38 +138,3 @@ def _manifest(given: Path | None, launched: LaunchRecord, plan: Path, metadata: 
             f"{plan} was made from {name}, which is not next to it; name it: fcp plan {name} --continue-from ..."
         )
     return found
-
-
-# Checks that a run's metrics cover the steps of its checkpoint.
-
-
-def recorded_steps(metrics: Path) -> int:
-    """Return the number of finished steps according to the metrics; 0 without metrics."""
-    last = summary_of(metrics).last
-    return 0 if last is None else last["step"] + 1
-
-
-def unrecorded(first: int, last: int) -> str:
-    """Name a range of unrecorded steps, counted from 1 as in the progress display."""
-    return f"step {last} is" if first == last else f"steps {first} to {last} are"
-
-
-def require_recorded(checkpoint: Path, *, accepts: bool) -> None:
-    """Check that the metrics record every step of the checkpoint.
-
-    Args:
-        checkpoint: the checkpoint to resume from.
-        accepts: whether the user accepts a gap.
-    """
-    finished, paths = read_header(checkpoint).step, RunPaths(run_dir=checkpoint.parent.parent)
-    recorded = recorded_steps(paths.metrics)
-    if accepts or finished <= recorded:
-        return
-    late = [path for path in checkpoints(paths.checkpoints) if read_header(path).step > recorded]
-    covered = [path.name for path in checkpoints(paths.checkpoints) if path not in late]
-    again = f"from {covered[-1]}" if covered else "from the beginning"
-    raise RunError(
-        f"{from_here(checkpoint)} has finished {finished} steps, but {from_here(paths.metrics)} records {recorded}: "
-        f"{unrecorded(recorded + 1, finished)} in no record; resume with --accept-unrecorded, or remove "
-        f"{' and '.join(path.name for path in late)} to train them again {again}"
-    )

@@ -8,7 +8,7 @@ the plan and runs its own in order, waiting for each. This cannot deadlock: amon
 earliest round only wait for each other.
 
 Rings use each connection in one direction. Layers in which tokens look back (windows, linear attention) use both
-directions, and some further connections (`plan.ring_order.halo_hops`). If any rank's model has such layers, as declared
+directions, and some further connections (`plan.rings.halo_hops`). If any rank's model has such layers, as declared
 by `expect_halo_pattern`, all ranks open these, too, before they follow the plan.
 """
 

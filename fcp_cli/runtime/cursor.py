@@ -1,4 +1,4 @@
-"""Follow a plan file from one rank's view: per step, the micro-batches that include the rank."""
+"""Follow a plan file from one rank's view: its micro-batches of each step, read ahead. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -22,30 +23,71 @@ from fcp_cli.util.arrays import IntArray
 
 _STEPS_AHEAD = 4
 
+T = TypeVar("T")
+ShardT = TypeVar("ShardT")
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStep:
-    """One step from one rank's view.
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class RankMicroBatches(Generic[ShardT]):
+    """One rank's micro-batches of one planned step, which its loop runs once, in order and to the end.
 
     Attributes:
         step: optimizer step.
-        rows: this rank's micro-batches in the step's global order, with ranks in ring order; at least one, which may be
-            idle.
+        rows: the micro-batches in the step's global order, with ranks in ring order; at least one, which may be idle.
         makespan_seconds, bound_seconds: predicted duration and lower bound of the whole step.
-        tokens: number of tokens of the global batch.
         loss_tokens: number of tokens with a loss in the global batch: all but the last token of each sequence.
         sequences: number of sequences of the global batch.
         waves: for each of `rows`, all micro-batches of its wave if their ranks balance the encoder's work; else empty.
+        shards: for each of `rows`, this rank's shard; empty until they are loaded.
+        num_run: number of micro-batches that were run.
+        is_begun, is_finished: whether the loop has begun with them, and has run them and ended the step.
     """
 
     step: int
     rows: tuple[MicroBatch, ...]
     makespan_seconds: float
     bound_seconds: float
-    tokens: int
     loss_tokens: int
     sequences: int
     waves: tuple[tuple[MicroBatch, ...], ...] = ()
+    shards: tuple[ShardT, ...] = ()
+    num_run: int = 0
+    is_begun: bool = False
+    is_finished: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def begin(self) -> None:
+        """Record that the loop begins with them; raise RunError at the second time."""
+        if self.is_begun:
+            raise RunError(f"step {self.step} was iterated twice; each of its micro-batches runs once")
+        self.is_begun = True
+
+    def require_finished(self) -> None:
+        """Raise RunError unless every micro-batch was run."""
+        if not self.is_begun:
+            raise RunError(
+                f"step {self.step}: the next step was fetched before any of its {len(self)} micro-batches was run, as "
+                "loaders do that fetch ahead (a DataLoader; Lightning's Trainer, unless the loader has a length: see "
+                "fcp_cli.integrations.lightning.PlannedSteps); iterate each step to its end before the next"
+            )
+        if not self.is_finished:
+            raise RunError(
+                f"step {self.step}: {self.num_run} of {len(self)} micro-batches were run; iterate each step to its end"
+            )
+
+    def require_attention(self, row: MicroBatch, ring: RingMember, remedy: str) -> None:
+        """Raise RunError if a micro-batch that needs `attention` never called it.
+
+        A model's own attention would attend across the sequences of a pack, and not across shards.
+        """
+        shares = row.degree > 1 or len(row.sequences) > 1
+        if shares and not ring.attention_calls:
+            raise RunError(
+                f"step {self.step}, micro-batch {row.order}, degree {row.degree}, {len(row.sequences)} sequences: "
+                f"{remedy}"
+            )
 
 
 def orders_of_rank(plan: StepPlan, rank: int) -> IntArray:
@@ -70,21 +112,19 @@ class RankView:
     rank: int
     ascending: bool = False
 
-    def step(self, plan: StepPlan) -> RankStep:
-        """Return the rank's view of a planned step; raise RunError if the rank has no micro-batch."""
+    def of_step(self, plan: StepPlan) -> RankMicroBatches[Any]:
+        """Return the rank's micro-batches of a planned step; raise RunError if there are none."""
         rows = orders_of_rank(plan, self.rank)
         if not len(rows):
             raise RunError(
                 f"{self.path}: step {plan.step} has no micro-batch for rank {self.rank}; see 'fcp check {self.path}'"
             )
-        tokens = int(plan.lengths.sum(dtype=np.int64))
-        return RankStep(
+        return RankMicroBatches(
             step=plan.step,
             rows=tuple(self._row(plan, int(i)) for i in rows),
             makespan_seconds=plan.makespan_seconds,
             bound_seconds=plan.bound_seconds,
-            tokens=tokens,
-            loss_tokens=tokens - len(plan.lengths),
+            loss_tokens=int(plan.lengths.sum(dtype=np.int64)) - len(plan.lengths),
             sequences=len(plan.lengths),
             waves=self._waves(plan, rows),
         )
@@ -121,8 +161,7 @@ class PlanCursor:
         self._reader = PlanReader(path)
         self._view = RankView(path=path, metadata=self._reader.metadata, rank=rank, ascending=ascending)
         note_follower(path)
-        self.path = path
-        self.rank = rank
+        self._path, self._first_step = path, first_step
         if first_step < self.metadata.first_step:
             raise RunError(
                 f"step {first_step} is not in {path}, which continues from step {self.metadata.first_step} of a run; "
@@ -133,24 +172,28 @@ class PlanCursor:
                 f"step {first_step} is not in {path}, which ends after {self.metadata.end_step} steps; "
                 "plan more with 'fcp plan --epochs'"
             )
-        self._steps = Prefetched(self._read(first_step), depth=ahead, name="fcp-plan-cursor")
+        self._steps = Prefetched(
+            map(self._view.of_step, self._reader.steps(first_step)), depth=ahead, name="fcp-plan-cursor"
+        )
 
     @property
     def metadata(self) -> PlanMetadata:
         return self._reader.metadata
 
-    def __iter__(self) -> Iterator[RankStep]:
+    def first(self) -> Iterator[StepPlan]:
+        """Yield the first step to train, if there is one, without consuming it."""
+        return islice(PlanReader(self._path).steps(self._first_step), 1)
+
+    def __iter__(self) -> Iterator[RankMicroBatches[Any]]:
         return iter(self._steps)
+
+    def taken(self, loaded: Iterator[RankMicroBatches[ShardT]]) -> Iterator[RankMicroBatches[ShardT]]:
+        """Yield the loaded micro-batches of the cursor's steps as the training loop takes them."""
+        return loaded
 
     def close(self) -> None:
         """Stop reading."""
         self._steps.close()
-
-    def _read(self, first_step: int) -> Iterator[RankStep]:
-        return map(self._view.step, self._reader.steps(first_step))
-
-
-# Rules of every training loop under a plan, in any framework.
 
 
 def plan_path(given: str | Path | None) -> Path:
@@ -175,62 +218,6 @@ def require_length(found_tokens: int, planned_tokens: int, *, row: int) -> None:
             f"row {row} of the data has {found_tokens} tokens but {planned_tokens} in the plan: the plan was made from "
             "another manifest; build it again with 'fcp manifest build' and 'fcp plan'"
         )
-
-
-class FollowedStep:
-    """One optimizer step of one rank, to be iterated once, to its end.
-
-    Attributes:
-        index: optimizer step, from 0.
-        predicted_seconds, bound_seconds: the plan's makespan and lower bound.
-        record: metrics of the step (`RunningStep`), or None if it is not recorded.
-    """
-
-    record: Any = None
-
-    def __init__(self, planned: RankStep) -> None:
-        self.index = planned.step
-        self.predicted_seconds = planned.makespan_seconds
-        self.bound_seconds = planned.bound_seconds
-        self._num_microbatches = len(planned.rows)
-        self._is_begun = False
-        self._num_run = 0
-        self._is_finished = False
-
-    def __len__(self) -> int:
-        """Return the number of this rank's micro-batches."""
-        return self._num_microbatches
-
-    def require_finished(self) -> None:
-        """Raise RunError unless every micro-batch was run."""
-        if not self._is_begun:
-            raise RunError(
-                f"step {self.index}: the next step was fetched before any of its {len(self)} micro-batches was run, as "
-                "loaders do that fetch ahead (a DataLoader; Lightning's Trainer, unless the loader has a length: see "
-                "fcp_cli.integrations.lightning.PlannedSteps); iterate each step to its end before the next"
-            )
-        if not self._is_finished:
-            raise RunError(
-                f"step {self.index}: {self._num_run} of {len(self)} micro-batches were run; "
-                "iterate each step to its end"
-            )
-
-    def _begin(self) -> None:
-        if self._is_begun:
-            raise RunError(f"step {self.index} was iterated twice; each of its micro-batches runs once")
-        self._is_begun = True
-
-    def _require_attention(self, row: MicroBatch, ring: RingMember, remedy: str) -> None:
-        """Raise RunError if a micro-batch that needs `attention` never called it.
-
-        A model's own attention would attend across the sequences of a pack, and not across shards.
-        """
-        shares = row.degree > 1 or len(row.sequences) > 1
-        if shares and not ring.attention_calls:
-            raise RunError(
-                f"step {self.index}, micro-batch {row.order}, degree {row.degree}, {len(row.sequences)} sequences: "
-                f"{remedy}"
-            )
 
 
 # Record the plans that this process follows, to detect a script that trains without its plan.
@@ -275,8 +262,6 @@ def mixed_fetch(plan: str | Path, fetch: Callable[[str, int], Any]) -> Callable[
 
 
 # Run an iterator in a background thread, a bounded number of items ahead of its consumer.
-
-T = TypeVar("T")
 
 
 class Prefetched(Generic[T]):

@@ -1,4 +1,11 @@
-"""Interface of gradient reducers."""
+"""Reduce gradients over all ranks once per step, for plain modules, DDP, FSDP2 and DeepSpeed.
+
+No reduction runs inside backwards of which ranks have different numbers: it would wait for ranks that wait for a hop
+issued after it. Reducers that average over ranks, although the training objective is a sum, provide a factor to
+multiply the loss with.
+
+`gradient_sync` selects the reducer of a model; `reducing_module` finds the wrapper that reduces its gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +24,14 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.runtime.plan_agreement import NO_TRAINING
 from fcp_cli.runtime.transport import World
+
+WEIGHT_DTYPES: Mapping[PrecisionName, torch.dtype] = {
+    "bf16": torch.bfloat16,  # a copy: the optimizer updates fp32 weights
+    "amp": torch.float32,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+"""Data type of the weights that a model computes with, by the recipe's precision."""
 
 
 class GradientSync:
@@ -61,6 +76,38 @@ def drop_gradients(model: nn.Module) -> None:
     """Drop the gradients of all parameters of a model."""
     for parameter in model.parameters():
         parameter.grad = None
+
+
+def gradient_sync(
+    model: nn.Module | GradientSync | None,
+    world: World,
+    sync: Sync,
+    reduce: Reduce = "wave",
+    phase: Phase | None = None,
+) -> GradientSync:
+    """Return the gradient reducer of a model; a `GradientSync` is returned as is.
+
+    Args:
+        model: the trained model.
+        world: all ranks.
+        sync: the plan's sync mode.
+        reduce: when a reducer that shards gradients reduces them; see `FsdpWaveSync`.
+        phase: the plan's phase; in `forward` there are no gradients.
+    """
+    if phase == "forward":
+        return forward_sync(model, world, sync)
+    if model is None:
+        return GradientSync()
+    if isinstance(model, GradientSync):
+        return model
+    part = reducing_module(model)
+    if isinstance(part, DistributedDataParallel):
+        return DdpSync(part, world)
+    if isinstance(part, FSDPModule):
+        return fsdp_sync(part, world, sync, reduce)
+    if is_deepspeed_engine(part):
+        return engine_sync(part, world, sync, reduce)
+    return PlainSync(part, world)
 
 
 # Find the wrapper that reduces a model's gradients, which may be nested in further wrappers.
@@ -158,7 +205,7 @@ def _named(name: str) -> str:
     return f"the model's part {name}" if name else "the model"
 
 
-# Gradient reduction of models with whole weights on every rank: plain, or in DistributedDataParallel.
+# Models with whole weights on every rank: plain, or in DistributedDataParallel.
 
 _BUCKET_BYTES = 32 << 20  # large enough for full bandwidth, small enough for a flat copy
 
@@ -279,7 +326,7 @@ def _check_reduces_plainly(model: DistributedDataParallel) -> None:
             )
 
 
-# Gradient reduction of models sharded by FSDP2 (`fully_shard`) or copied by its `replicate`.
+# Models sharded by FSDP2 (`fully_shard`) or copied by its `replicate`.
 #
 # FSDP2 gathers weights before each layer if layers free them, which needs waves; else once, before the step's first
 # micro-batch. In waves all ranks gather, hop and reduce in the same order, which the order check proves for recorded
@@ -495,7 +542,7 @@ def _layer_that_gathers_again(model: nn.Module) -> str | None:
     return None
 
 
-# Gradient reduction of DeepSpeed engines, with ZeRO 0 to 3.
+# DeepSpeed engines, with ZeRO 0 to 3.
 #
 # An engine reduces gradients inside every backward, or inside the last of a batch, which it determines by counting to
 # its configured number of micro-batches. Under a plan ranks have different numbers of micro-batches, and which is the
@@ -722,59 +769,3 @@ def without_backward(loss: Tensor, place: str) -> Tensor:
 
 def _refuse(place: str) -> None:
     raise RunError(f"{place}: {NO_TRAINING}")
-
-
-# Select the gradient reducer of a model.
-
-
-def gradient_sync(
-    model: nn.Module | GradientSync | None,
-    world: World,
-    sync: Sync,
-    reduce: Reduce = "wave",
-    phase: Phase | None = None,
-) -> GradientSync:
-    """Return the gradient reducer of a model; a `GradientSync` is returned as is.
-
-    Args:
-        model: the trained model.
-        world: all ranks.
-        sync: the plan's sync mode.
-        reduce: when a reducer that shards gradients reduces them; see `fsdp.FsdpWaveSync`.
-        phase: the plan's phase; in `forward` there are no gradients.
-    """
-    if phase == "forward":
-        return forward_sync(model, world, sync)
-    if model is None:
-        return GradientSync()
-    if isinstance(model, GradientSync):
-        return model
-    part = reducing_module(model)
-    if isinstance(part, DistributedDataParallel):
-        return DdpSync(part, world)
-    if isinstance(part, FSDPModule):
-        return fsdp_sync(part, world, sync, reduce)
-    if is_deepspeed_engine(part):
-        return engine_sync(part, world, sync, reduce)
-    return PlainSync(part, world)
-
-
-# Data type of the weights that a model computes with, by the recipe's precision.
-
-WEIGHT_DTYPES: Mapping[PrecisionName, torch.dtype] = {
-    "bf16": torch.bfloat16,  # a copy: the optimizer updates fp32 weights
-    "amp": torch.float32,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
-
-
-# Reduce gradients over all ranks once per step, for plain modules, DDP, FSDP2 and DeepSpeed.
-#
-# No reduction runs inside backwards of which ranks have different numbers: it would wait for ranks that wait for a
-# hop issued after it. Reducers that average over ranks, although the training objective is a sum, provide a factor to
-# multiply the loss with.
-#
-# `choice.gradient_sync` selects the reducer of a model; `wrapping` finds the wrapper that reduces its gradients.
-
-__all__ = ["GradientSync", "PlainSync", "gradient_sync"]

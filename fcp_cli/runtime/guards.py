@@ -56,12 +56,12 @@ class Guards:
         *,
         model: nn.Module | GradientSync | None,
         on_nan: OnNan,
-        watch: LossWatch,
+        losses: LossWatch,
     ) -> None:
         self.sync = sync
         self.on_nan = on_nan
         self._world = world
-        self._watch = watch
+        self._losses = losses
         self._most_forwards = self._most_backwards = 0
         self._passes: PassAgreement | None = PassAgreement(world)
         self._is_model_missing = model is None
@@ -95,11 +95,11 @@ class Guards:
             self._passes = None
         self._most_backwards = max(self._most_backwards, *(ring.context.backward_calls for ring in rings))
 
-    def look(self) -> None:
+    def poll_losses(self) -> None:
         """Raise RunError if a loss of an earlier micro-batch turned out not to be finite."""
-        self._watch.look()
+        self._losses.poll()
 
-    def see_loss(self, place: str, row: MicroBatch, loss_sum: Tensor, loss: Tensor) -> None:
+    def check_loss(self, place: str, row: MicroBatch, loss_sum: Tensor, loss: Tensor) -> None:
         """Check a loss that a micro-batch computed.
 
         Args:
@@ -108,7 +108,7 @@ class Guards:
             loss: this rank's share of the step's loss.
         """
         if self.on_nan == "stop":
-            self._watch.note(place, row.sequences, loss_sum)
+            self._losses.check(place, row.sequences, loss_sum)
         if not self._is_walked and loss.requires_grad:
             self._is_walked = True
             summed = self.sync.summed()
@@ -154,7 +154,7 @@ class LossWatch:
         self._clock = clock
         self._under_way: deque[_Copy] = deque()
 
-    def note(self, place: str, rows: tuple[int, ...], loss_sum: Tensor) -> None:
+    def check(self, place: str, rows: tuple[int, ...], loss_sum: Tensor) -> None:
         """Check a loss (0-d, detached), immediately or once the device has computed it.
 
         Args:
@@ -170,7 +170,7 @@ class LossWatch:
         value.copy_(loss_sum, non_blocking=True)
         self._under_way.append(_Copy(place, rows, value, self._clock.mark()))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Raise RunError if a loss that has arrived is not finite; never wait."""
         while self._under_way and self._clock.has_passed(self._under_way[0].mark):
             copy = self._under_way.popleft()
@@ -190,10 +190,10 @@ def _require_finite(place: str, rows: tuple[int, ...], loss_sum: Tensor) -> None
 
 # Compare attention passes over the ranks of a ring in the first step of a loop, before each pass begins.
 #
-# In later steps a rank knows how often the loop runs attention on a ring, and raises at an extra pass (`guards`). In
-# the first step it can only ask the other ranks: if only some of them ran a pass, they would take the hops of another
-# pass for its own, and hang at the last. So each rank announces a pass to the next rank of its ring, between hosts,
-# and waits for the announcement of the previous rank. Later steps have no such cost.
+# In later steps a rank knows how often the loop runs attention on a ring, and raises at an extra pass
+# (`Guards.expect_as_before`). In the first step it can only ask the other ranks: if only some of them ran a pass, they
+# would take the hops of another pass for its own, and hang at the last. So each rank announces a pass to the next rank
+# of its ring, between hosts, and waits for the announcement of the previous rank. Later steps have no such cost.
 
 _END = "end"
 _KINDS = ("forward", "backward", "recomputed forward", _END)
@@ -263,14 +263,8 @@ _LOOKS = 20  # polls of the device within that time
 
 
 @dataclass(slots=True, eq=False)
-class StepPart:
-    """Part of a step that a rank has begun.
-
-    Attributes:
-        step: optimizer step.
-        row: micro-batch with its ranks in ring order, or None for the gradient reduction at the end of the step.
-        end: mark of the clock at its end; None while the host is in it.
-    """
+class _WatchedPart:
+    """A micro-batch, or the gradient reduction of a step (without `row`); `end` is None while the host is in it."""
 
     step: int
     row: MicroBatch | None
@@ -278,7 +272,7 @@ class StepPart:
 
 
 class Watch:
-    """Stall reporter of one rank. The training loop calls `begin` and sets `StepPart.end`; a thread does the rest.
+    """Stall reporter of one rank. The training loop calls `begin` and `end`; a thread does the rest.
 
     Args:
         rank: rank in the plan.
@@ -289,9 +283,9 @@ class Watch:
 
     def __init__(self, rank: int, clock: Clock, seconds: float, report: Callable[[str], None]) -> None:
         self._rank, self._clock, self._seconds, self._report = rank, clock, seconds, report
-        self._places: deque[StepPart] = deque()
-        self._latest: StepPart | None = None
-        self._seen: StepPart | None = None
+        self._places: deque[_WatchedPart] = deque()
+        self._latest: _WatchedPart | None = None
+        self._seen: _WatchedPart | None = None
         self._since, self._is_told = 0.0, False
         self._stop = threading.Event()
 
@@ -304,27 +298,26 @@ class Watch:
     def stop(self) -> None:
         self._stop.set()
 
-    def begin(self, step: int, row: MicroBatch | None) -> StepPart:
-        """Record the start of a part of a step; the caller sets its `end` when the host has left it."""
-        self._latest = place = StepPart(step, row)
-        self._places.append(place)
-        return place
+    def begin(self, step: int, row: MicroBatch | None) -> None:
+        """Record the start of a micro-batch with its ranks in ring order, or (None) of a step's gradient reduction.
 
-    def go_on(self, step: int, row: MicroBatch) -> None:
-        """Record that a micro-batch begins and the previous one ends, for loops that report nothing else."""
-        self.leave()
-        self.begin(step, row)
+        It ends the previous one, unless `end` has.
+        """
+        self.end()
+        self._latest = _WatchedPart(step, row)
+        self._places.append(self._latest)
 
-    def leave(self) -> None:
-        """Record that the host has left the latest micro-batch, if any."""
+    def end(self, mark: Any = None) -> None:
+        """Record that the host has left the latest micro-batch, if any, at a mark of the clock or now."""
         if self._latest is not None and self._latest.end is None:
-            self._latest.end = self._clock.mark()
+            self._latest.end = self._clock.mark() if mark is None else mark
 
     def forget(self) -> None:
         """Drop all micro-batches, since the training loop was abandoned."""
         self._places.clear()
+        self._latest = None
 
-    def look(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Report the device's current part once if it has lasted too long at `now` (monotonic seconds)."""
         places = self._places
         # Runs in the watch's thread while the loop appends: single deque operations are atomic.
@@ -342,11 +335,11 @@ def _watch(watched: weakref.ref[Watch], stop: threading.Event, every_seconds: fl
     while not stop.wait(every_seconds):
         if (watch := watched()) is None:
             return
-        watch.look(time.monotonic())
+        watch.poll(time.monotonic())
         del watch  # or the thread would keep it alive
 
 
-def _line(rank: int, place: StepPart, seconds: float) -> str:
+def _line(rank: int, place: _WatchedPart, seconds: float) -> str:
     begun = f"rank {rank} has been in step {place.step} for {seconds:.0f} s"
     if place.row is None:
         return f"{begun}, at the sum of gradients over all ranks: one that is not there yet holds the others up"

@@ -1,5 +1,6 @@
-"""End a rank whose launcher is gone: a killed torchrun does not stop its ranks, which would train on unnoticed.
+"""A rank and its launcher, torchrun or msrun: variables, rendezvous, error file, and the end of both. Imports no torch.
 
+A killed torchrun does not stop its ranks, which would train on unnoticed, so a rank ends with its launcher.
 PR_SET_PDEATHSIG will not do: it fires when the thread that forked the rank exits, which may be long before its process.
 """
 

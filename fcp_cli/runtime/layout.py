@@ -113,7 +113,7 @@ class ShardLayout(ABC):
 
     __slots__ = ("_tokens", "degree", "lengths", "masks")
 
-    heads_degree = 1
+    ulysses_degree = 1
     """Ulysses degree: number of members that split the heads of their joint tokens."""
 
     def __init__(self, lengths: tuple[int, ...], degree: int, masks: tuple[Mask, ...], tokens: list[int]) -> None:
@@ -310,20 +310,22 @@ class UlyssesLayout(ShardLayout):
 
     Args:
         lengths: as for the ring.
-        degree: number of members, a multiple of `heads_degree`.
-        heads_degree: Ulysses degree, >= 2.
+        degree: number of members, a multiple of `ulysses_degree`.
+        ulysses_degree: Ulysses degree, >= 2.
         masks: as for the ring.
     """
 
-    __slots__ = ("_ring", "_starts", "heads_degree")
+    __slots__ = ("_ring", "_starts", "ulysses_degree")
 
-    def __init__(self, lengths: tuple[int, ...], degree: int, heads_degree: int, masks: tuple[Mask, ...] = ()) -> None:
-        assert degree % heads_degree == 0, (degree, heads_degree)
-        self.heads_degree = heads_degree
-        self._ring = shard_layout(lengths, degree // heads_degree, *([1, masks] if masks else [])).ring
+    def __init__(
+        self, lengths: tuple[int, ...], degree: int, ulysses_degree: int, masks: tuple[Mask, ...] = ()
+    ) -> None:
+        assert degree % ulysses_degree == 0, (degree, ulysses_degree)
+        self.ulysses_degree = ulysses_degree
+        self._ring = shard_layout(lengths, degree // ulysses_degree, *([1, masks] if masks else [])).ring
         held = np.array([self._ring.tokens(place) for place in range(self._ring.degree)], dtype=np.int64)
-        run, extra = np.divmod(held, heads_degree)
-        sizes = run[:, None] + (np.arange(heads_degree) < extra[:, None])  # [sets, u]
+        run, extra = np.divmod(held, ulysses_degree)
+        sizes = run[:, None] + (np.arange(ulysses_degree) < extra[:, None])  # [Ulysses groups, u]
         self._starts: list[int] = (np.cumsum(sizes, axis=1) - sizes).ravel().tolist()
         super().__init__(lengths, degree, masks, sizes.ravel().tolist())
 
@@ -332,31 +334,31 @@ class UlyssesLayout(ShardLayout):
         return self._ring
 
     def position_ids(self, index: int) -> IntArray:
-        return self._own_run(index, self._ring.position_ids(index // self.heads_degree))
+        return self._own_run(index, self._ring.position_ids(index // self.ulysses_degree))
 
     def index(self, index: int) -> IntArray:
-        return self._own_run(index, self._ring.index(index // self.heads_degree))
+        return self._own_run(index, self._ring.index(index // self.ulysses_degree))
 
-    def _own_run(self, index: int, of_set: IntArray) -> IntArray:
-        return of_set[self._starts[index] : self._starts[index] + self._tokens[index]]
+    def _own_run(self, index: int, of_group: IntArray) -> IntArray:
+        return of_group[self._starts[index] : self._starts[index] + self._tokens[index]]
 
 
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def shard_layout(
-    lengths: tuple[int, ...], degree: int, heads_degree: int = 1, masks: tuple[Mask, ...] = ()
+    lengths: tuple[int, ...], degree: int, ulysses_degree: int = 1, masks: tuple[Mask, ...] = ()
 ) -> ShardLayout:
     """Return the layout of a pack on a group; cached, so micro-batches of equal shape share it.
 
     Args:
         lengths: tokens of each sequence.
         degree: number of members of the group.
-        heads_degree: Ulysses degree: consecutive members that split the heads; divides `degree`.
+        ulysses_degree: Ulysses degree: consecutive members that split the heads; divides `degree`.
         masks: mask of each sequence; empty if all are causal.
     """
     if all(mask.is_causal for mask in masks):
         masks = ()
-    if heads_degree > 1:
-        return UlyssesLayout(lengths, degree, heads_degree, masks)
+    if ulysses_degree > 1:
+        return UlyssesLayout(lengths, degree, ulysses_degree, masks)
     if masks:
         return MaskedLayout(lengths, degree, masks)
     return ZigZagLayout(lengths, degree)
@@ -585,9 +587,9 @@ class RingMember:
         return self.layout
 
     @property
-    def heads_degree(self) -> int:
+    def ulysses_degree(self) -> int:
         """Return the Ulysses degree: number of members that split the heads of their joint tokens."""
-        return self.layout.heads_degree
+        return self.layout.ulysses_degree
 
     @property
     def tokens(self) -> int:
@@ -613,7 +615,7 @@ class RingMember:
             )
         if k.shape[:3] != v.shape[:3] or k.shape[2:] != q.shape[2:] or k.shape[0] != 1 or q.shape[1] % k.shape[1]:
             raise RunError(f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}")
-        shared = self.heads_degree
+        shared = self.ulysses_degree
         if q.shape[1] % shared or (k.shape[1] % shared and shared % k.shape[1]):
             raise RunError(
                 f"the plan shares heads among {shared} ranks, which {q.shape[1]} query heads and {k.shape[1]} "

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runtime.choices import IGNORED
-from fcp_cli.runtime.cursor import RankStep, require_length
+from fcp_cli.runtime.cursor import RankMicroBatches, require_length
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.loss import labelled_rows, next_token_labels
 from fcp_cli.runtime.rank_agreement import PackDigest, digest
@@ -323,30 +323,23 @@ Begin: TypeAlias = Callable[[MicroBatch, Sequence[MicroBatch]], Callable[[], Sha
 """Begins to load a micro-batch, given all micro-batches of its wave, and returns the function that ends it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedStep(Generic[ShardT]):
-    """One rank's shards of one step."""
-
-    plan: RankStep
-    shards: tuple[ShardT, ...]
-
-    def pinned(self) -> LoadedStep[ShardT]:
-        """Return the step in pinned memory, without which a copy to a GPU blocks the host."""
-        return replace(self, shards=tuple(shard.mapped(Tensor.pin_memory) for shard in self.shards))
+def pinned(own: RankMicroBatches[ShardT]) -> RankMicroBatches[ShardT]:
+    """Return a rank's micro-batches with shards in pinned memory, without which a copy to a GPU blocks the host."""
+    return replace(own, shards=tuple(shard.mapped(Tensor.pin_memory) for shard in own.shards))
 
 
 def load_steps(
-    steps: Iterable[RankStep], begin: Begin[ShardT], *, device: torch.device, looks_ahead: bool = False
-) -> Iterator[LoadedStep[ShardT]]:
+    steps: Iterable[RankMicroBatches[Any]], begin: Begin[ShardT], *, device: torch.device, looks_ahead: bool = False
+) -> Iterator[RankMicroBatches[ShardT]]:
     """Load a rank's shards step by step.
 
     Args:
-        steps: steps to load.
+        steps: the rank's micro-batches of each step, without shards.
         begin: starts to load a micro-batch; its errors are raised when the step would be yielded.
         device: device that the shards will be copied to; for CUDA they are pinned.
         looks_ahead: start the next step before the current one is finished, because other ranks read parts of it.
     """
-    begun: deque[Callable[[], LoadedStep[ShardT]]] = deque()
+    begun: deque[Callable[[], RankMicroBatches[ShardT]]] = deque()
     for step in steps:
         begun.append(_begin_step(step, begin, device))
         if len(begun) > 1 or not looks_ahead:
@@ -354,27 +347,29 @@ def load_steps(
     yield from (finish() for finish in begun)
 
 
-def _begin_step(step: RankStep, begin: Begin[ShardT], device: torch.device) -> Callable[[], LoadedStep[ShardT]]:
+def _begin_step(
+    step: RankMicroBatches[Any], begin: Begin[ShardT], device: torch.device
+) -> Callable[[], RankMicroBatches[ShardT]]:
     try:
         waves = step.waves or [()] * len(step.rows)
         begun = [begin(row, wave) for row, wave in zip(step.rows, waves, strict=True)]
     except Exception as error:
         return partial(_raise, error)  # raised in its turn, after the previous steps
-    return partial(_finish_step, step, begun, device)
+
+    def finish() -> RankMicroBatches[ShardT]:
+        loaded: RankMicroBatches[ShardT] = replace(step, shards=tuple(end() for end in begun))
+        for shard in loaded.shards:
+            # Computed in the loader's thread, so that the first layer's attention does not wait for it.
+            ring, place = shard.layout.ring, shard.member // shard.layout.ulysses_degree
+            for source in range(ring.degree):
+                ring.hops(place, source, packed=device.type != "cpu")
+        return pinned(loaded) if device.type == "cuda" else loaded
+
+    return finish
 
 
-def _raise(error: Exception) -> LoadedStep[ShardT]:
+def _raise(error: Exception) -> RankMicroBatches[Any]:
     raise error
-
-
-def _finish_step(step: RankStep, begun: Sequence[Callable[[], ShardT]], device: torch.device) -> LoadedStep[ShardT]:
-    loaded = LoadedStep(plan=step, shards=tuple(finish() for finish in begun))
-    for shard in loaded.shards:
-        # Computed in the loader's thread, so that the first layer's attention does not wait for it.
-        ring, place = shard.layout.ring, shard.member // shard.layout.heads_degree
-        for source in range(ring.degree):
-            ring.hops(place, source, packed=device.type != "cpu")
-    return loaded.pinned() if device.type == "cuda" else loaded
 
 
 # Apply the plan's masks to sequences, and raise if data has different ones.

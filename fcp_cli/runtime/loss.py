@@ -227,8 +227,8 @@ def _without_autocast(hidden: Tensor) -> AbstractContextManager[Any]:
 
 # Cross entropy of a linear head by kernels of other libraries, if installed and applicable.
 #
-# Like `chunked_loss`, the fallback, they do not materialize logits, but they are faster on GPUs. Cut cross entropy
-# runs in its exact variant, since the default skips small gradients.
+# Like `chunked_token_loss_sum`, the fallback, they do not materialize logits, but they are faster on GPUs. Cut cross
+# entropy runs in its exact variant, since the default skips small gradients.
 
 FusedLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 """From hidden [n, W], weight [V, W], bias [V] and labels [n] to the sum of the labelled tokens' losses."""

@@ -16,11 +16,11 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runs.metrics import MetricsWriter
 from fcp_cli.runs.trained_run import recorded_steps, unrecorded
-from fcp_cli.runtime.cursor import FollowedStep, Prefetched
+from fcp_cli.runtime.cursor import Prefetched
 from fcp_cli.runtime.metrics_message import (
     METRICS_VARIABLE,
     RankMeasurement,
@@ -46,9 +46,6 @@ from fcp_cli.runtime.metrics_message import (
 _LOOK_SECONDS = 0.5  # between rank 0's polls for messages, while a step runs
 _LAST_SECONDS = 30.0  # timeout for the other ranks' last messages when the loop is over
 _PLANS_AHEAD = 2
-
-
-AnyStep = TypeVar("AnyStep", bound=FollowedStep)
 
 
 class Recorder:
@@ -84,9 +81,9 @@ class Recorder:
         self._writer: MetricsWriter | None = None
         self._plans: Prefetched[StepPlan] | None = None
         self._first_step = self._next_step = -1
-        self._current: RunningStep | None = None
-        self._waiting: deque[RunningStep] = deque()  # over, but perhaps not yet on the device
-        self._uncollected: deque[RunningStep] = deque()  # on rank 0: steps whose messages of other ranks are missing
+        self._current: ClockMarks | None = None
+        self._waiting: deque[ClockMarks] = deque()  # over, but perhaps not yet on the device
+        self._uncollected: deque[ClockMarks] = deque()  # on rank 0: steps whose messages of other ranks are missing
         self._looked = 0.0
         self._hook: Any = None
         _recorders.add(self)
@@ -128,26 +125,10 @@ class Recorder:
         device = {"device": self._device.type, "device_name": device_name(self._device), "torch": torch.__version__}
         self.write({**run_record(self._plan, self._metadata, first_step=first_step, **device), **facts})
 
-    def recorded(self, steps: Generator[AnyStep, None, None]) -> Generator[AnyStep, None, None]:
-        """Yield the steps of a loop, measuring each from its request to its last optimizer step."""
-        try:
-            while True:
-                begin = self._clock.mark()
-                step = next(steps, None)
-                if step is None:
-                    return
-                step.record = self.begin(step.index, step.predicted_seconds, begin)
-                yield step
-                self.end()
-        finally:
-            steps.close()
-            self.end()
-            self.flush()
-
-    def begin(self, step: int, predicted_seconds: float, begin: Any = None) -> RunningStep:
+    def begin(self, step: int, predicted_seconds: float, begin: Any = None) -> ClockMarks:
         """Start to measure a step, at mark `begin` or now."""
         self.end()
-        self._current = RunningStep(
+        self._current = ClockMarks(
             step=step, predicted_seconds=predicted_seconds, begin=self._clock.mark() if begin is None else begin
         )
         return self._current
@@ -246,7 +227,7 @@ class Recorder:
         except (RuntimeError, OSError, FcpError, StopIteration) as error:
             self._give_up(error)
 
-    def _record(self, record: RunningStep, ranks: dict[int, RankMeasurement]) -> dict[str, Any]:
+    def _record(self, record: ClockMarks, ranks: dict[int, RankMeasurement]) -> dict[str, Any]:
         assert self._plans is not None
         plan = next(self._plans)
         while plan.step < record.step:
@@ -331,17 +312,17 @@ def device_name(device: torch.device) -> str:
     return name
 
 
-# A running step of one rank: clock marks and loss share, until the device has passed them.
+# Measurement of the running step, until the device has passed its marks.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RunningStep:
-    """One running step of this rank.
+class ClockMarks:
+    """Clock marks, loss share and facts of the step that this rank runs, for its record.
 
     Attributes:
         step: optimizer step.
         begin, end: marks of its start, and of its end after the last optimizer step; `end` is None before.
-        marks: (order, begin, end) of each micro-batch.
+        microbatches: (order, begin, end) of each micro-batch.
         predicted_seconds: planned makespan of the step.
         loss_sum, denominator: sum of the rank's token losses and its share of the loss denominator, in host memory or
             being copied there; None if the loop has no loss.
@@ -353,7 +334,7 @@ class RunningStep:
     predicted_seconds: float
     begin: Any
     end: Any = None
-    marks: list[tuple[int, Any, Any]] = field(default_factory=list)
+    microbatches: list[tuple[int, Any, Any]] = field(default_factory=list)
     loss_sum: Tensor | None = None
     denominator: Tensor | None = None
     is_whole: bool = False
@@ -368,7 +349,7 @@ class RunningStep:
 
     def measured(self, clock: Clock, device: torch.device) -> RankMeasurement:
         """Return the measurements; waits for the device to pass the end."""
-        start = self.marks[0][1] if self.marks else self.begin
+        start = self.microbatches[0][1] if self.microbatches else self.begin
         seconds = clock.seconds(self.begin, self.end)  # waits for the device, so the copies are complete, too
         knows_loss = self.loss_sum is not None and self.denominator is not None
         return RankMeasurement(
@@ -378,7 +359,8 @@ class RunningStep:
             denominator=float(self.denominator) if knows_loss and self.denominator is not None else 0.0,
             peak_bytes=peak_memory_bytes(device),
             timings=[
-                (order, clock.seconds(start, begin), clock.seconds(begin, end)) for order, begin, end in self.marks
+                (order, clock.seconds(start, begin), clock.seconds(begin, end))
+                for order, begin, end in self.microbatches
             ],
         )
 

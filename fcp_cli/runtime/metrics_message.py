@@ -1,4 +1,4 @@
-"""One rank's measurement of one step, encoded for rank 0 as a float64 vector, which holds counts exactly."""
+"""Records of a run's metrics in any framework, without torch: its start, and each step as measured by all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADER = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMeasurement:
-    """Measurement of a step by one rank.
+    """Measurement of a step by one rank, sent to rank 0 as a float64 vector, which holds counts exactly.
 
     Attributes:
         step: optimizer step.

@@ -30,9 +30,11 @@ from fcp_cli.errors import FcpError, RunError
 from fcp_cli.plan.file import steps_bytes, steps_of, table_bytes
 from fcp_cli.plan.metadata import OnlineSettings, read_online_settings
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.runtime.cursor import RankStep, RankView, note_follower
+from fcp_cli.runtime.cursor import RankMicroBatches, RankView, ShardT, note_follower
 from fcp_cli.runtime.loader import Fetch
+from fcp_cli.runtime.metrics import Recorder
 from fcp_cli.runtime.planner_process import ReadBatch, StreamProcess, read_batches, row_of
+from fcp_cli.runtime.rank_job import RankJob
 from fcp_cli.util.arrays import IntArray
 
 STEPS, END, _FAULT, _LEFT = range(4)  # a rank's state for the next steps
@@ -44,21 +46,21 @@ class StreamSource:
     """Steps of a stream, planned a few ahead of the training loop.
 
     Args:
-        stream: sequences; see `items`.
+        stream: sequences; see `item_of`.
         settings: settings of the plan and the search.
         path: path of the plan to write.
         control: messages between ranks.
         fetch: function from an id or row to the loader's item; None if rows are the items.
 
     Attributes:
-        follows_manifest: whether its sequences are rows of a manifest, which the session itself fetches.
+        is_planned: whether the first step is planned before the loop asks for it.
         lengths: [rows] tokens of the manifest's rows, or None.
         followed: steps that the loop has requested, oldest first; only the metrics recorder removes them.
         measured: on rank 0, the measured steps of all ranks.
         is_stopped: whether the loop is ended early, so that the next run continues the plan.
     """
 
-    follows_manifest = False
+    is_planned = False
     lengths: IntArray | None = None
 
     def __init__(
@@ -79,6 +81,28 @@ class StreamSource:
         self._handed: deque[StepPlan] = deque()
         self._threads: list[threading.Thread] = []
         self._reads: Callable[[], None] | None = None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Return whether a step may be loaded before the previous one is trained."""
+        return self.settings.options.ahead > 0
+
+    def fetch_by(self, given: Fetch | None) -> Fetch | None:
+        """Return the function from a sequence to the loader's item, for a session's own `fetch`."""
+        return self.fetch
+
+    def connect(self, job: RankJob) -> None:
+        """Open no connections: rings are not known yet, and `StreamCursor` opens theirs before each step."""
+
+    def report_to(self, recorder: Recorder) -> None:
+        """Let a recorder read the trained steps from memory, and refits read its records."""
+        recorder.followed = self.followed
+        if self.measured.note not in recorder.listeners:
+            recorder.listeners.append(self.measured.note)
+
+    def cursor(self, job: RankJob, first_step: int, *, ahead: int) -> StreamCursor:
+        """Return this rank's micro-batches from a step on, which may have to be planned first."""
+        return StreamCursor(self, job, first_step=first_step)
 
     def open(self, first_step: int) -> None:
         """Start at a step; every rank calls it with the same one."""
@@ -158,8 +182,8 @@ class StreamSource:
         thread.start()
 
     def _agree_on_settings(self) -> None:
-        digest = _word(self.settings.to_json().encode())
-        told = self._control.table([digest])[:, 0]
+        digest = hashlib.blake2b(self.settings.to_json().encode(), digest_size=8).digest()
+        told = self._control.table([int.from_bytes(digest, "little") >> 1])[:, 0]
         others = [rank for rank, word in enumerate(told.tolist()) if word != told[0]]
         if others:
             raise RunError(f"rank {others[0]} plans for something else than rank 0: give every rank the same planner")
@@ -238,7 +262,8 @@ class StreamSource:
     def _next_steps(self, due: int) -> list[StepPlan] | None:
         """Return the next planned steps, or None if the stream has ended or the loop was left. Every rank calls it."""
         told = self._plan_steps(due) if self._control.rank == 0 else b""
-        facts, table = _split(self._control.from_rank(0, told))
+        head, _, table = self._control.from_rank(0, told).partition(b"\n")
+        facts = json.loads(head)
         state, fault = int(facts["state"]), str(facts.get("fault", ""))
         steps = steps_of(table) if state == STEPS else []
         if state in (STEPS, END):
@@ -321,22 +346,14 @@ class StreamSource:
 _SAME: Final = "give every rank the same stream: the same data, seed and order"
 
 
-def _word(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
-
-
 def _line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if isinstance(error, FcpError) else f"the stream failed: {type(error).__name__}: {text}"
 
 
 def joined_message(facts: dict[str, Any], table: bytes = b"") -> bytes:
+    """Return rank 0's message about the next steps: a line of facts, then a table of steps."""
     return json.dumps(facts).encode() + b"\n" + table
-
-
-def _split(message: bytes) -> tuple[dict[str, Any], bytes]:
-    facts, _, table = message.partition(b"\n")
-    return json.loads(facts), table
 
 
 # Messages between ranks for online planning: on a separate group, in host memory.
@@ -407,7 +424,7 @@ def on_rank_0(control: Control, run: Callable[[], dict[str, Any]]) -> dict[str, 
     return found
 
 
-# Follow the steps of a stream from one rank's view, as `runtime.cursor` does for a plan file.
+# Settings of a stream, and its steps from one rank's view.
 
 ONLINE_VARIABLE: Final = "FCP_ONLINE"
 _PLAN: Final = "plan.parquet"
@@ -439,18 +456,18 @@ def stream_plan_path(given: str | Path | None) -> Path:
 
 
 class StreamCursor:
-    """Iterator over this rank's steps of a stream.
+    """This rank's micro-batches of a stream, step by step; has the interface of `PlanCursor`.
 
     Args:
         source: planner of the steps; opened here.
-        rank: global rank.
+        job: the rank, whose `next_step` is the step after the last trained one.
         first_step: optimizer step to start at.
-        end_step: returns the step after the last trained one.
     """
 
-    def __init__(self, source: StreamSource, rank: int, *, first_step: int, end_step: Callable[[], int]) -> None:
-        self._source, self._end_step = source, end_step
-        self._view = RankView(path=source.path, metadata=source.settings.metadata, rank=rank)
+    def __init__(self, source: StreamSource, job: RankJob, *, first_step: int) -> None:
+        self._source, self._job = source, job
+        self._view = RankView(path=source.path, metadata=source.settings.metadata, rank=job.rank)
+        job.next_step = first_step
         source.open(first_step)
         self._steps = source.steps()
 
@@ -461,12 +478,23 @@ class StreamCursor:
             self._steps = chain([step], self._steps)
             yield step
 
-    def __iter__(self) -> Iterator[RankStep]:
-        return map(self._view.step, self._steps)
+    def __iter__(self) -> Iterator[RankMicroBatches[Any]]:
+        return map(self._view.of_step, self._steps)
+
+    def taken(self, loaded: Iterator[RankMicroBatches[ShardT]]) -> Iterator[RankMicroBatches[ShardT]]:
+        """Yield the loaded micro-batches of each step; let further steps be planned, and connect to new neighbours."""
+        while True:
+            self._source.want(self._job.next_step)
+            own = next(loaded, None)
+            if own is None:
+                return
+            plan = self._source.hand_out(own.step)
+            self._job.connections.open_for(plan, self._job.metadata.ranks_per_node)
+            yield own
 
     def close(self) -> None:
         """Leave the stream; writes the trained steps as a plan."""
-        self._source.close(self._end_step())
+        self._source.close(self._job.next_step)
 
 
 # Measured steps of a stream on rank 0, collected for the next refit.

@@ -19,6 +19,7 @@ from fcp_cli.plan.file import steps_bytes, table_bytes, table_of
 from fcp_cli.plan.metadata import PLANNING_VARIABLE, JobFacts, OnlineSettings, PlanningWish, settings_of_json
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.runtime.cursor import orders_of_rank
+from fcp_cli.runtime.loader import Fetch
 from fcp_cli.runtime.online import END, STEPS, Control, StreamSource, joined_message, on_rank_0
 from fcp_cli.runtime.planner_process import JobProcess
 from fcp_cli.util.arrays import IntArray
@@ -44,8 +45,6 @@ class JobSource(StreamSource):
         process: planner process on rank 0; None on other ranks.
     """
 
-    follows_manifest = True
-
     def __init__(
         self, settings: OnlineSettings, path: Path, control: Control, lengths: IntArray, process: JobProcess | None
     ) -> None:
@@ -54,6 +53,10 @@ class JobSource(StreamSource):
         self._planner = process
         self._wants_measurements = process is not None and bool(process.opened["wants_measurements"])
         self._rows: deque[int] | None = None  # rows of this rank, in the order of its micro-batches
+
+    def fetch_by(self, given: Fetch | None) -> Fetch | None:
+        """Return the session's own `fetch`, since sequences are rows of its manifest."""
+        return given
 
     def rows_ahead(self) -> Iterator[int | None]:
         """Yield the rows that this rank needs, in order and without end; None if the next one is not planned yet.

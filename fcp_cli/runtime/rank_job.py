@@ -108,8 +108,9 @@ class RankJob:
         )
 
     def connect(self) -> None:
-        """Open the connections between all ring neighbours of the plan. Every process calls it once."""
-        self.connections.open_all(planned_hops(self.plan), report=report_to_stderr(self.world.rank, self.device))
+        """Open the connections between all ring neighbours of the plan, and those of halos. Every process calls it."""
+        hops = planned_hops(self.plan, halo_pattern=self.connections.halo_pattern)
+        self.connections.open_all(hops, report=report_to_stderr(self.world.rank, self.device))
 
     @cached_property
     def recompute_levels(self) -> tuple[RecomputeLevel, ...]:

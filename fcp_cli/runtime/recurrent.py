@@ -1,12 +1,12 @@
-"""Layers with a state of fixed size, over a ring's shards: linear attention and state spaces.
+"""Layers with a state of fixed size, over a ring's shards: linear attention, state spaces, short convolutions.
 
 Each head of such a layer carries a state S [Dk, Dv] along a sequence. A token's update of the state is affine, and so
 is a whole chunk's: S <- A S + B. The output at a token is z_t plus a readout of its chunk's initial state. A
 `StateRule` computes A, B, z and the readout by one call of an unmodified kernel, before the initial states are known.
-`linear_states` then provides these, and the readouts are added. On a ring of one, the rule runs on whole sequences.
+`states_at_chunks` then provides these, and the readouts are added. On a ring of one, the rule runs on whole sequences.
 
 With Ulysses, the members of a Ulysses group exchange tokens for heads of all inputs of a rule, as in attention
-(`shared_heads`).
+(`UlyssesExchange`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,10 @@ def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batc
     outs: list[Tensor] = [tokens[0]] * len(lengths)  # placeholders, since groups finish out of order
     lefts = list(outs)
     ends = np.cumsum(lengths)
-    for group in _alike(lengths, block):
+    groups: dict[int, list[int]] = {}
+    for run, length in enumerate(lengths):
+        groups.setdefault(-(-length // block), []).append(run)
+    for group in groups.values():
         parts = (
             pad_sequence([tensor[0, ends[run] - lengths[run] : ends[run]] for run in group], batch_first=True)
             for tensor in tokens
@@ -130,14 +133,6 @@ def in_batches(tokens: Tokens, lengths: tuple[int, ...], block: int, batch: Batc
     return torch.cat(outs).unsqueeze(0), torch.stack(lefts)
 
 
-def _alike(lengths: tuple[int, ...], block: int) -> list[list[int]]:
-    """Group runs by their number of blocks."""
-    groups: dict[int, list[int]] = {}
-    for run, length in enumerate(lengths):
-        groups.setdefault(-(-length // block), []).append(run)
-    return list(groups.values())
-
-
 def _compute(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
     _check_heads(rule, tokens, ring)
     held, (batch, given) = ring.tokens, tokens[0].shape[:2]
@@ -146,7 +141,7 @@ def _compute(rule: StateRule, tokens: Tokens, ring: Ring) -> Tensor:
     if ring.degree == 1:
         out = rule.alone(tokens, (*ring.layout.lengths, *([padding] if padding else [])))
     else:
-        out = _in_set(rule, _rows(tokens, 0, held), ring)
+        out = _of_group(rule, _rows(tokens, 0, held), ring)
         out = torch.cat((out, rule.alone(_rows(tokens, held, given), (padding,))), dim=1) if padding else out
     counted: Tensor = _Counted.apply(out, ring)  # type: ignore[no-untyped-call]
     return counted
@@ -172,7 +167,7 @@ class _Counted(torch.autograd.Function):
 
 
 def _check_heads(rule: StateRule, tokens: Tokens, ring: Ring) -> None:
-    keys, values, shared = tokens[1].shape[2], tokens[2].shape[2], ring.heads_degree
+    keys, values, shared = tokens[1].shape[2], tokens[2].shape[2], ring.ulysses_degree
     if values % shared or (keys % shared and shared % keys):
         raise RunError(
             f"the plan shares heads among {shared} ranks, which {rule.heads_said.format(keys=keys, values=values)} "
@@ -180,9 +175,9 @@ def _check_heads(rule: StateRule, tokens: Tokens, ring: Ring) -> None:
         )
 
 
-def _in_set(rule: StateRule, own: Tokens, ring: Ring) -> Tensor:
+def _of_group(rule: StateRule, own: Tokens, ring: Ring) -> Tensor:
     """Return a member's outputs [1, T, H, Dv] of the rule, without padding, with head exchange if there is Ulysses."""
-    if ring.heads_degree == 1:
+    if ring.ulysses_degree == 1:
         return _around_ring(rule, own, ring)
     exchange, heads = ring.head_exchange(), own[2].shape[2]
     out = _around_ring(rule.of_heads(ring), _of_heads(own, exchange), ring.ring_of_head_group())
@@ -514,7 +509,7 @@ def _lay_out(starts: IntArray, laid_before: IntArray, num_own: int) -> tuple[Int
     return gather_index, own_positions
 
 
-# Linear attention with the gated delta rule, for `state_layers`.
+# Linear attention with the gated delta rule, a `StateRule`.
 #
 # The rule updates a state S [Dk, Dv] per head for each token t (Yang et al., "Gated Delta Networks"):
 #
@@ -615,7 +610,7 @@ def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return to_device(torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device="cpu"), device)
 
 
-# State spaces (Mamba-2), for `state_layers`.
+# State spaces (Mamba-2), a `StateRule`.
 #
 # A head updates a state S [N, P] for each token t of time step d_t (Dao and Gu, "Transformers are SSMs"):
 #

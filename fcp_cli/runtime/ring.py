@@ -105,7 +105,7 @@ class Ring(RingMember):
     def ring_of_head_group(self) -> Ring:
         """Return this member's view of the ring that attends with its heads; created once."""
         if self._head_group is None:
-            shared = self.heads_degree
+            shared = self.ulysses_degree
             # The members of a Ulysses group are consecutive, so every `shared`-th member has the same heads.
             ranks = self.ranks[self.index % shared :: shared]
             index = self.index // shared
@@ -114,13 +114,13 @@ class Ring(RingMember):
 
     def own_heads(self, of_all: Tensor) -> Tensor:
         """Return the slice of [H] with this member's heads, as a view."""
-        share = of_all.shape[0] // self.heads_degree
-        return of_all.narrow(0, self.index % self.heads_degree * share, share)
+        share = of_all.shape[0] // self.ulysses_degree
+        return of_all.narrow(0, self.index % self.ulysses_degree * share, share)
 
     def head_exchange(self) -> UlyssesExchange:
         """Return this member's side of the head exchange with its Ulysses group."""
-        place = self.index % self.heads_degree
-        members = range(self.index - place, self.index - place + self.heads_degree)
+        place = self.index % self.ulysses_degree
+        members = range(self.index - place, self.index - place + self.ulysses_degree)
         ranks = self.ranks[members.start : members.stop]
         tokens = [self.layout.tokens(member) for member in members]
         return UlyssesExchange(GroupChannel(ranks, place, self.transport), tokens)
@@ -134,7 +134,7 @@ class Ring(RingMember):
         Args:
             own: this member's tensor, of the same size on all members.
         """
-        shared, place = self.heads_degree, self.index % self.heads_degree
+        shared, place = self.ulysses_degree, self.index % self.ulysses_degree
         ranks = self.ranks[self.index - place : self.index - place + shared]
         own = yield from _summed(GroupChannel(ranks, place, self.transport), own)
         ring = self.ring_of_head_group() if shared > 1 else self

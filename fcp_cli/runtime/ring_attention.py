@@ -1,6 +1,6 @@
 """Ring attention over any ranks, any degree and any sequence lengths.
 
-The members of a micro-batch's group run the two passes of `passes` on its `Ring`.
+The members of a micro-batch's group run `group_forward` and `group_backward` on its `Ring`.
 
 Shapes, with T tokens of this member, H query heads, G key/value heads (H is a multiple of G), head size D and degree d:
 
@@ -208,7 +208,7 @@ def group_forward(
     Returns:
         out [T, H, Dv] in the type of q, and the tensors to save for `group_backward`.
     """
-    if member.heads_degree == 1:
+    if member.ulysses_degree == 1:
         out, lse = yield from _forward(member, q, k, v, spec, sinks)
         return out, SavedForBackward(q, k, v, out, lse)
     exchange, heads = member.head_exchange(), q.shape[1]
@@ -256,7 +256,7 @@ def group_backward(
         kv_heads: number of heads of the k and v given to `group_forward`.
     """
     dsinks = None if sinks is None else torch.zeros_like(sinks)
-    if member.heads_degree == 1:
+    if member.ulysses_degree == 1:
         if sinks is not None and dsinks is not None:
             dsinks.copy_(sink_gradients(grad_out, kept.out, kept.lse, sinks))
         return Gradients(*(yield from _backward(member, grad_out, kept, spec)), dsinks)
@@ -287,7 +287,7 @@ def _backward(
 
 def lse_of_tokens(member: Ring, kept: SavedForBackward, *, heads: int) -> Waits[Tensor]:
     """Return the lse [T, H] of a member's own tokens, for a backward that does not save the exchanged tensors."""
-    if member.heads_degree == 1:
+    if member.ulysses_degree == 1:
         return kept.lse
     (lse,) = yield from member.head_exchange().to_tokens("lse", kept.lse.unsqueeze(-1), heads=(heads,))
     return lse.squeeze(-1)
@@ -298,7 +298,7 @@ def exchanged_again(member: Ring, own: SavedForBackward) -> Waits[SavedForBackwa
 
     Compiled graphs only save tensors of the member's own tokens; see `lse_of_tokens`.
     """
-    if member.heads_degree == 1:
+    if member.ulysses_degree == 1:
         return own
     exchange = member.head_exchange()
     q, k, v = yield from exchange.to_heads("heads", own.q, own.k, own.v)

@@ -1,6 +1,6 @@
 """Read and update rows of packed tensors: as views if the rows are contiguous, else by cached indices.
 
-On CUDA with triton each update is one fused kernel (`fused.py`); elsewhere torch operators do the same.
+On CUDA with triton each update is one fused kernel (`triton_rows`); elsewhere torch operators do the same.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def unpack(packed: Tensor, padded: int) -> Tensor:
 # Fused Triton operators for CUDA: one pass over memory instead of torch's several.
 #
 # They are registered under `fcp::`, so that profiles name them and meta tensors can trace them without triton or a
-# GPU. `fused_rows` tells whether a device has them; elsewhere `rows.py` falls back to torch operators.
+# GPU. `fused_rows` tells whether a device has them; elsewhere the functions above use torch operators.
 
 _VARIABLE = "FCP_TRITON"
 

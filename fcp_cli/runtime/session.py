@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,16 +19,14 @@ from torch import Tensor, nn
 
 from fcp_cli.cost.recipe import Reduce
 from fcp_cli.errors import RunError
-from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import OnlineSettings, PlanMetadata
 from fcp_cli.runtime.choices import GradRingDtype, OnNan
-from fcp_cli.runtime.connections import agree_on_halo_pattern, planned_hops, report_to_stderr
-from fcp_cli.runtime.cursor import PlanCursor, Prefetched, plan_path
+from fcp_cli.runtime.connections import agree_on_halo_pattern
+from fcp_cli.runtime.cursor import PlanCursor, Prefetched, RankMicroBatches, plan_path
 from fcp_cli.runtime.gradients import GradientSync, gradient_sync
 from fcp_cli.runtime.guards import Guards, LossWatch
 from fcp_cli.runtime.loader import (
     Fetch,
-    LoadedStep,
     Shard,
     begin_shard,
     fetches_labels,
@@ -36,6 +34,7 @@ from fcp_cli.runtime.loader import (
     picture_problems,
     with_planned_masks,
 )
+from fcp_cli.runtime.metrics import Recorder
 from fcp_cli.runtime.metrics_message import METRICS_VARIABLE
 from fcp_cli.runtime.online import (
     PlansStreams,
@@ -55,6 +54,28 @@ from fcp_cli.runtime.visuals import require_ranks_apart
 
 _STEPS_AHEAD = 2
 _RESTARTS = "SLURM_RESTART_COUNT"  # set by Slurm when a job is requeued
+
+# A cursor, the loader of its micro-batches, and whether the data has labels.
+_Followed: TypeAlias = tuple[PlanCursor | StreamCursor, Prefetched[RankMicroBatches[Shard]], bool]
+
+
+class PlanSource:
+    """Steps of a plan file, for a session; has the interface of `StreamSource`."""
+
+    is_planned = True
+    looks_ahead = True
+
+    def fetch_by(self, given: Fetch | None) -> Fetch | None:
+        return given
+
+    def connect(self, job: RankJob) -> None:
+        job.connect()
+
+    def report_to(self, recorder: Recorder) -> None:
+        """Change nothing: the recorder reads the trained steps from the plan."""
+
+    def cursor(self, job: RankJob, first_step: int, *, ahead: int) -> PlanCursor:
+        return PlanCursor(job.plan, job.rank, first_step=first_step, ahead=ahead)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,6 +103,7 @@ class Session(RankJob):
         super().__post_init__()
         Session.has_begun = True
         self._first_step = 0  # default of `steps`; set by `load_state_dict`
+        self._steps_of: PlanSource | StreamSource = self.source or PlanSource()
 
     def steps(
         self,
@@ -113,109 +135,79 @@ class Session(RankJob):
                 different steps. While iterating: a loop that breaks the contract, or data that does not match the plan
                 or differs between ranks.
         """
-        fetch = self.fetch if self.source is None or self.source.follows_manifest else self.source.fetch
+        fetch = self._steps_of.fetch_by(self.fetch)
         if fetch is None:
             raise RunError("no data: pass fetch=..., a function from manifest row to tokens")
         fetch = with_planned_masks(fetch, self.metadata)
         first_step = self._first_step if first_step is None else first_step
         agree_on_first_step(self.world, first_step)
-        self._connect_for_halos()
+        self.connections.halo_pattern = agree_on_halo_pattern(self.world)
+        if self.connections.halo_pattern != "no":
+            self._steps_of.connect(self)
         _warn_if_begun_again(first_step, self.metadata.first_step, self.rank)
         planned = self.metadata.recipe
         reduce = reduce or (planned.reduce if planned is not None else "wave")
         sync = gradient_sync(model, self.world, self.metadata.sync, reduce, self.metadata.phase)
         require_ranks_apart(sync, self.metadata.encoder_ranks)
-        guards = Guards(self.world, sync, model=model, on_nan=on_nan, watch=LossWatch(self.clock))
-        follow = partial(self._begun, first_step, fetch, guards, mean_over)
-        # The first step of a stream may not be planned yet: do not block before the loop asks for it.
-        return self._recorded(follow() if self.source is None else _when_asked(follow), first_step)
+        guards = Guards(self.world, sync, model=model, on_nan=on_nan, losses=LossWatch(self.clock))
+        begin = cache(partial(self._begin, first_step, fetch))
+        if self._steps_of.is_planned:
+            begin()  # loads ahead of the loop, and raises here
+        if self.recorder is not None:
+            self._steps_of.report_to(self.recorder)
+            self.recorder.open(first_step)
+        return self._follow(begin, guards, mean_over)
 
-    def _connect_for_halos(self) -> None:
-        """Open the halo exchange's connections if the model has one; streams open them before each step."""
-        self.connections.halo_pattern = agree_on_halo_pattern(self.world)
-        if self.connections.halo_pattern != "no" and self.source is None:
-            hops = planned_hops(self.plan, halo_pattern=self.connections.halo_pattern)
-            self.connections.open_all(hops, report=report_to_stderr(self.rank, self.device))
-
-    def _begun(
-        self, first_step: int, fetch: Fetch, guards: Guards, mean_over: Literal["tokens", "rows"]
-    ) -> Generator[Step, None, None]:
-        cursor, labelled = self._begin_following(first_step, fetch)
-        loaded = Prefetched(
-            self._loaded(cursor, fetch, labelled=labelled),
-            depth=self.steps_ahead,
-            name="fcp-loader",
-        )
-        counting: Literal["rows", "labels"] | None = "rows" if mean_over == "rows" else "labels" if labelled else None
-        return self._follow(cursor, loaded, guards, counting)
-
-    def _recorded(self, followed: Generator[Step, None, None], first_step: int) -> Generator[Step, None, None]:
-        if self.recorder is None:
-            return followed
-        if self.source is not None:
-            self.recorder.followed = self.source.followed
-            if self.source.measured.note not in self.recorder.listeners:
-                self.recorder.listeners.append(self.source.measured.note)
-        self.recorder.open(first_step)
-        return self.recorder.recorded(followed)
-
-    def _begin_following(self, first_step: int, fetch: Fetch) -> tuple[PlanCursor | StreamCursor, bool]:
-        """Return the cursor over this rank's steps of the plan or stream, and whether `fetch` returns labels."""
-        if self.source is None:
-            cursor = PlanCursor(self.plan, self.rank, first_step=first_step, ahead=self.steps_ahead)
-            return cursor, fetches_labels(PlanReader(self.plan).steps(first_step), fetch)
-        self.next_step = first_step
-        planned = StreamCursor(self.source, self.rank, first_step=first_step, end_step=lambda: self.next_step)
-        return planned, fetches_labels(planned.first(), fetch)
-
-    def _loaded(
-        self, cursor: PlanCursor | StreamCursor, fetch: Fetch, *, labelled: bool
-    ) -> Iterator[LoadedStep[Shard]]:
-        begin = partial(
-            begin_shard,
-            fetch=fetch,
-            rank=self.rank,
-            labelled=labelled,
-            encoders=self.encoders,
-        )
-        looks_ahead = self.source is None or self.source.settings.options.ahead > 0
-        return load_steps(cursor, begin, device=self.device, looks_ahead=looks_ahead)
+    def _begin(self, first_step: int, fetch: Fetch) -> _Followed:
+        """Open the steps and start to load them."""
+        cursor = self._steps_of.cursor(self, first_step, ahead=self.steps_ahead)
+        labelled = fetches_labels(cursor.first(), fetch)
+        begin = partial(begin_shard, fetch=fetch, rank=self.rank, labelled=labelled, encoders=self.encoders)
+        loaded = load_steps(cursor, begin, device=self.device, looks_ahead=self._steps_of.looks_ahead)
+        return cursor, Prefetched(loaded, depth=self.steps_ahead, name="fcp-loader"), labelled
 
     def _follow(
-        self,
-        cursor: PlanCursor | StreamCursor,
-        loaded: Prefetched[LoadedStep[Shard]],
-        guards: Guards,
-        counting: Literal["rows", "labels"] | None,
+        self, begin: Callable[[], _Followed], guards: Guards, mean_over: Literal["tokens", "rows"]
     ) -> Generator[Step, None, None]:
+        requested = self.clock.mark()
+        cursor, loaded, labelled = begin()
         try:
-            while (found := self._next_loaded(loaded)) is not None:
-                bad = self._bad_rows(picture_problems(found.shards))
-                item = replace(found, shards=tuple(shard.without(bad) for shard in found.shards)) if bad else found
-                tokens: int | Tensor = item.plan.loss_tokens
-                if counting == "rows":
-                    tokens = item.plan.sequences - len(bad)
-                # Also with bad rows: the plan's token count includes those that are skipped.
-                elif counting == "labels" or bad:
-                    tokens = torch.tensor(sum(shard.labelled_tokens for shard in item.shards), device=self.device)
-                    self.world.all_reduce_sum(tokens)  # stays on the device, so that the host does not wait
-                step = Step(self, guards, item, tokens, bad)
+            for own in cursor.taken(loaded):
+                step = self._step(own, guards, mean_over, labelled=labelled)
+                if self.recorder is not None:
+                    step.record = self.recorder.begin(step.index, step.predicted_seconds, requested)
                 yield step
+                if self.recorder is not None:
+                    self.recorder.end()
+                requested = self.clock.mark()
                 step.require_finished()
         finally:
             cursor.close()
             loaded.close()
+            if self.recorder is not None:
+                self.recorder.end()
+                self.recorder.flush()
 
-    def _next_loaded(self, loaded: Prefetched[LoadedStep[Shard]]) -> LoadedStep[Shard] | None:
-        """Return the next step, or None. With a stream, request further plans and connect to new ring neighbours."""
-        if self.source is None:
-            return next(loaded, None)
-        self.source.want(self.next_step)
-        found = next(loaded, None)
-        if found is not None:
-            plan = self.source.hand_out(found.plan.step)
-            self.connections.open_for(plan, self.metadata.ranks_per_node)
-        return found
+    def _step(
+        self,
+        own: RankMicroBatches[Shard],
+        guards: Guards,
+        mean_over: Literal["tokens", "rows"],
+        *,
+        labelled: bool,
+    ) -> Step:
+        """Return a step with its loss denominator, without the rows whose images failed to decode on any rank."""
+        bad = self._bad_rows(picture_problems(own.shards))
+        if bad:
+            own = replace(own, shards=tuple(shard.without(bad) for shard in own.shards))
+        tokens: int | Tensor = own.loss_tokens
+        if mean_over == "rows":
+            tokens = own.sequences - len(bad)
+        # Also with bad rows: the plan's token count includes those that are skipped.
+        elif labelled or bad:
+            tokens = torch.tensor(sum(shard.labelled_tokens for shard in own.shards), device=self.device)
+            self.world.all_reduce_sum(tokens)  # stays on the device, so that the host does not wait
+        return Step(self, guards, own, tokens, bad)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the index of the next step to train, for a checkpoint of any framework."""
@@ -265,10 +257,6 @@ class Session(RankJob):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _when_asked(begin: Callable[[], Generator[Step, None, None]]) -> Generator[Step, None, None]:
-    yield from begin()
 
 
 def _warn_if_begun_again(first_step: int, begins_with: int, rank: int) -> None:
@@ -334,7 +322,8 @@ def start(
     _agree_on_kernels(world, device, metadata)
     if online is not None and stream is not None and not isinstance(stream, StreamSource):
         source = StreamSource(stream, online, path, ProcessControl(), fetch)
-        metrics = metrics or _measured_stream(online, path)
+        if online.options.refit_every is not None:  # refits need measured steps
+            metrics = metrics or os.environ.get(METRICS_VARIABLE) or path.with_name(f"{path.stem}.metrics.jsonl")
     session = Session.join(
         path,
         metadata,
@@ -346,25 +335,16 @@ def start(
         source=source,
         skip_bad_rows=skip_bad_rows,
     )
-    # The rings of a stream are not known yet: `Session` opens connections before each step.
-    if source is None:
-        session.connect()
+    session._steps_of.connect(session)
     if session.watch is not None:
         session.watch.start()
     return session
 
 
-def _measured_stream(online: OnlineSettings, plan: Path) -> str | Path | None:
-    """Return the metrics file that a stream with refits needs; None without refits."""
-    if online.options.refit_every is None:
-        return None
-    return os.environ.get(METRICS_VARIABLE) or plan.with_name(f"{plan.stem}.metrics.jsonl")
-
-
 def _agree_on_kernels(world: ProcessWorld, device: torch.device, metadata: PlanMetadata) -> None:
     """Choose the attention kernels of CUDA devices. Other devices have a single kernel."""
     if device.type == "cuda":
-        from fcp_cli.runtime.rank_agreement import prefer_agreed_kernels
+        from fcp_cli.runtime.kernel_agreement import prefer_agreed_kernels
 
         prefer_agreed_kernels(world, device, metadata)
 

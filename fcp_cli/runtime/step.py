@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from torch.nn import functional
 from fcp_cli.errors import RunError
 from fcp_cli.plan.step import MicroBatch
 from fcp_cli.runtime.choices import IGNORED
-from fcp_cli.runtime.cursor import FollowedStep
+from fcp_cli.runtime.cursor import RankMicroBatches
 from fcp_cli.runtime.gradients import without_backward
 from fcp_cli.runtime.guards import NO_BACKWARD, OTHER_LOSS, Guards
 from fcp_cli.runtime.layout import ShardLayout
-from fcp_cli.runtime.loader import LoadedStep, Shard, picture_problems
+from fcp_cli.runtime.loader import Shard, picture_problems
 from fcp_cli.runtime.loss import Labels, head_loss_sum, token_loss_sum
-from fcp_cli.runtime.metrics import MicroBatchTiming
+from fcp_cli.runtime.metrics import ClockMarks, MicroBatchTiming
 from fcp_cli.runtime.plan_agreement import NO_TRAINING
 from fcp_cli.runtime.rank_job import RankJob
 from fcp_cli.runtime.ring import MicroBatchContext, Ring, current_ring
@@ -36,7 +37,7 @@ _BACKWARD_TOO_EARLY = (
 )
 
 
-class Step(FollowedStep):
+class Step:
     """One optimizer step of one rank: iterate it to the end for its micro-batches.
 
     During a micro-batch, its ring is current for `attention`. FSDP2 and DeepSpeed may reduce gradients in its backward;
@@ -44,6 +45,9 @@ class Step(FollowedStep):
     may step.
 
     Attributes:
+        index: optimizer step, from 0.
+        predicted_seconds, bound_seconds: the plan's makespan and lower bound.
+        record: clock marks and facts for the metrics, or None if the step is not recorded.
         is_skipped: whether the finished step has no gradients because some rank's loss was not finite (`on_nan`).
         bad_rows: manifest rows of the step that are skipped because their images failed to decode.
         problems: decoding error of each bad row on this rank.
@@ -53,16 +57,19 @@ class Step(FollowedStep):
         self,
         job: RankJob,
         guards: Guards,
-        loaded: LoadedStep[Shard],
+        own: RankMicroBatches[Shard],
         tokens: int | Tensor,
         bad_rows: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(loaded.plan)
+        self.index = own.step
+        self.predicted_seconds, self.bound_seconds = own.makespan_seconds, own.bound_seconds
+        self.record: ClockMarks | None = None
         self.is_skipped = False
+        self._own = own
         self._job = job
         self._guards = guards
         self._sync = guards.sync
-        self._shards = loaded.shards
+        self._shards = own.shards
         self._tokens = tokens
         # Avoids 0 / 0 in a batch without labels: its loss is 0.
         self._denominator = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
@@ -73,7 +80,15 @@ class Step(FollowedStep):
             shown = [shard.visuals and shard.visuals.map_pixels(job.to_device) for shard in self._shards]
             self._encoder_ahead = EncoderAhead(shown)
         self.bad_rows = bad_rows
-        self.problems = picture_problems(loaded.shards)
+        self.problems = picture_problems(own.shards)
+
+    def __len__(self) -> int:
+        """Return the number of this rank's micro-batches."""
+        return len(self._own)
+
+    def require_finished(self) -> None:
+        """Raise RunError unless every micro-batch was run."""
+        self._own.require_finished()
 
     @property
     def tokens(self) -> int:
@@ -99,32 +114,20 @@ class Step(FollowedStep):
             self.record.facts |= facts
 
     def __iter__(self) -> Iterator[LocalMicroBatch]:
-        self._begin()
-        watch, recorder = self._job.watch, self._job.recorder
+        self._own.begin()
+        watch = self._job.watch
         same_data = self._guards.same_data(self.index, self._shards)
         try:
             self._sync.begin()
-            for position, shard in enumerate(self._shards):
-                is_last = position == len(self._shards) - 1
-                place = None if watch is None else watch.begin(self.index, shard.row)
-                if recorder is not None:
-                    recorder.enter()
-                begin = self._job.clock.mark()
-                self._sync.before_microbatch(is_last=is_last)
-                microbatch = self._enter(shard, is_last=is_last)
-                self._order_backwards(is_last=is_last)
-                self._guards.look()
-                yield microbatch
-                self._guards.note_forwards(microbatch.ring)
-                self._marks.append((begin, self._job.clock.mark()))
-                self._num_run += 1
-                if place is not None:
-                    place.end = self._marks[-1][1]
+            for shard in self._shards:
+                with self._running(shard, is_last=shard is self._shards[-1]) as microbatch:
+                    yield microbatch
             if self._encoder_ahead is not None:
                 self._encoder_ahead.run_backward()
             self._require_calls()
             self._guards.note_backwards(microbatch.ring for microbatch in self._microbatches)
-            place = None if watch is None else watch.begin(self.index, None)
+            if watch is not None:
+                watch.begin(self.index, None)
             if same_data is not None:
                 same_data.require()
             self._sync.reduce()
@@ -132,21 +135,41 @@ class Step(FollowedStep):
             if self.is_skipped:
                 self._sync.drop()
             self._sync.finish()
-            if place is not None:
-                place.end = self._job.clock.mark()
-            self._is_finished = True
+            if watch is not None:
+                watch.end()
+            self._own.is_finished = True
             self._fill_record()
             self._job.next_step = self.index + 1
         finally:
-            if watch is not None and not self._is_finished:
+            if watch is not None and not self._own.is_finished:
                 watch.forget()
             current_ring.set(None)  # no token reset: an abandoned loop may be closed in another context
             self._sync.restore()
 
+    @contextmanager
+    def _running(self, shard: Shard, *, is_last: bool) -> Iterator[LocalMicroBatch]:
+        """Run one micro-batch on its ring, watched for stalls, checked and measured; the loop's body runs inside."""
+        job = self._job
+        if job.watch is not None:
+            job.watch.begin(self.index, shard.row)
+        if job.recorder is not None:
+            job.recorder.enter()
+        begin = job.clock.mark()
+        self._sync.before_microbatch(is_last=is_last)
+        microbatch = self._enter(shard, is_last=is_last)
+        self._order_backwards(is_last=is_last)
+        self._guards.poll_losses()
+        yield microbatch
+        self._guards.note_forwards(microbatch.ring)
+        self._marks.append((begin, job.clock.mark()))
+        self._own.num_run += 1
+        if job.watch is not None:
+            job.watch.end(self._marks[-1][1])
+
     def _fill_record(self) -> None:
         if self.record is not None:
             orders = (shard.row.order for shard in self._shards)
-            self.record.marks = [(order, *marks) for order, marks in zip(orders, self._marks, strict=True)]
+            self.record.microbatches = [(order, *marks) for order, marks in zip(orders, self._marks, strict=True)]
             self.record.note_loss(self._loss_sums, 0 if self._job.rank else self._denominator)
             if self.bad_rows:
                 self.record.facts["bad_rows"] = self.bad_rows
@@ -190,7 +213,7 @@ class Step(FollowedStep):
     def _require_calls(self) -> None:
         for microbatch in self._microbatches:
             row = microbatch.row
-            self._require_attention(row, microbatch.ring, _NO_ATTENTION)
+            self._own.require_attention(row, microbatch.ring, _NO_ATTENTION)
             if microbatch.ring.context.visuals is not None and not microbatch.ring.context.encoder_calls:
                 raise RunError(
                     f"step {self.index}, micro-batch {row.order} has images or videos, but no vision encoder ran for "
@@ -243,7 +266,7 @@ class Step(FollowedStep):
         total = self._loss_sum()
         self._job.world.all_reduce_sum(total)
         loss = float(total) / int(self._denominator)
-        self._guards.look()  # free: the host has just waited, so all losses of this rank are known
+        self._guards.poll_losses()  # free: the host has just waited, so all losses of this rank are known
         return loss
 
     @property
@@ -345,7 +368,7 @@ class LocalMicroBatch:
         loss = loss_sum * self._guards.sync.loss_factor / self._denominator
         # The checks run on the host and would break the graph.
         if not torch.compiler.is_compiling():
-            self._guards.see_loss(self.ring.place, self.row, self.loss_sum, loss)
+            self._guards.check_loss(self.ring.place, self.row, self.loss_sum, loss)
         if not self._guards.sync.trains:
             return without_backward(loss, self.ring.place)
         if loss.requires_grad:

@@ -1,4 +1,4 @@
-"""Exchange keys, values and their gradients between the members of a ring.
+"""Messages between ranks: collectives of all of them (`World`), and hops between members of a group (`Transport`).
 
 A hop is one batch of at most one send and one receive, between global ranks. Everything uses one communicator of all
 ranks, so groups of any ranks are free to create: a plan changes groups with every micro-batch, and an NCCL or HCCL
@@ -27,8 +27,6 @@ from torch import Tensor
 
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.launcher import await_store, end_with_launcher
-
-# All ranks of the job, outside rings: small collectives, and joining and leaving the process group.
 
 # Timeout of collectives in seconds; set by `fcp launch --rank-timeout`.
 _TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"

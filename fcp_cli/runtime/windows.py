@@ -1,7 +1,7 @@
 """Sliding-window attention without a ring: each member only receives the rows that its chunks look back at.
 
 If a token attends to the last `window` tokens, itself included, a chunk needs the keys and values of the window - 1
-tokens before it, its halo (`halo`), so a member's work and traffic do not depend on the pack beyond its own tokens.
+tokens before it, its halo, so a member's work and traffic do not depend on the pack beyond its own tokens.
 Every query sees all its keys in one kernel call, so no partial results are merged:
 
     inner   queries that see only the member's own rows; computed while the halo travels

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,7 +32,8 @@ from threading import Thread
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fcp_cli.errors import RunError
@@ -46,6 +47,8 @@ from fcp_cli.runs.checkpoints import (
     sums_of,
     way_back,
 )
+from fcp_cli.runtime import Session
+from fcp_cli.runtime.transport import gather_texts
 from fcp_cli.training.sharding import Shares
 from fcp_cli.training.weights import copy_companions, published_folder
 from fcp_cli.util.files import flush_to_disk, reason_of, write_text_atomically
@@ -215,12 +218,6 @@ def _opened(path: Path) -> Any:
         raise RunError(f"{path} cannot be read ({first_line(error)}); {way_back(path.parent)}") from error
 
 
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers of a model."""
-    saved = model.state_dict(keep_vars=True).keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
-
-
 def _local(tensor: Tensor) -> Tensor:
     """Return the local part of a tensor, sharing memory."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -308,12 +305,12 @@ def _restore_random_states(states: Mapping[str, Tensor], device: torch.device) -
         getattr(torch, device.type).set_rng_state(states[device.type], device)
 
 
-# Saves checkpoints asynchronously: the state is copied to the host, and a thread writes the copy.
+# Asynchronous saving: the state is copied to the host, and a thread writes the copy.
 #
 # Checkpoint folders appear atomically: ranks write into a hidden folder, which rank 0 renames once all ranks report
-# that their files are on disk. They report in the exchange at the end of each step (`trainer.tell_all`), so no thread
-# takes part in a collective. Before the rename, rank 0 gathers the checksums of all files into `checkpoint.json`. A
-# run killed at any moment keeps its earlier checkpoints.
+# that their files are on disk. They report in the exchange at the end of each step (`trainer.reduce_flags`), so no
+# thread takes part in a collective. Before the rename, rank 0 gathers the checksums of all files into
+# `checkpoint.json`. A run killed at any moment keeps its earlier checkpoints.
 
 _PARTIAL: Final = ".partial"
 
@@ -323,9 +320,7 @@ class CheckpointSaver:
 
     Args:
         folder: checkpoint folder, shared by all ranks.
-        rank: rank of this process.
-        barrier: waits for all ranks.
-        gather: all-gathers a text.
+        session: session of this rank.
         keep: number of newest checkpoints to keep.
         in_background: whether `save` returns once the state is copied.
         saved: called on rank 0 with folder and step of each complete checkpoint.
@@ -334,18 +329,14 @@ class CheckpointSaver:
     def __init__(
         self,
         folder: Path,
+        session: Session,
         *,
-        rank: int,
-        barrier: Callable[[], None],
-        gather: Callable[[str], list[str]] = lambda text: [text],
         keep: int,
         in_background: bool,
         saved: Callable[[Path, int], None] = lambda path, step: None,
     ) -> None:
         self._folder = folder
-        self._rank = rank
-        self._barrier = barrier
-        self._gather = gather
+        self._session = session
         self._keep = keep
         self._in_background = in_background
         self._saved = saved
@@ -358,13 +349,13 @@ class CheckpointSaver:
         final = self._folder / f"{PREFIX}{header.step:08d}"
         partial = self._folder / f".{final.name}{_PARTIAL}"
         try:
-            if self._rank == 0:
+            if self._session.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         except OSError as error:
             raise _cannot_write(final, error) from error
-        self._barrier()  # rank 0 must empty the folder first
-        captured = capture(state, header, rank=self._rank)
+        dist.barrier()  # rank 0 must empty the folder first
+        captured = capture(state, header, rank=self._session.rank)
         # Copy tensors that the next step may change while they are written, or that are on a device.
         if self._in_background or state.device.type != "cpu":
             captured = self._copies.of(captured)
@@ -383,11 +374,17 @@ class CheckpointSaver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        sums = self._gather(json.dumps({name: asdict(sums) for name, sums in pending.sums.items()}))
-        if self._rank != 0:
+        own = json.dumps({name: asdict(sums) for name, sums in pending.sums.items()})
+        gathered = gather_texts(self._session.world, own)
+        if self._session.rank != 0:
             return
+        files = {
+            name: FileSums(bytes=sums["bytes"], crc32=tuple(sums["crc32"]))
+            for text in gathered
+            for name, sums in decode_json(text).items()
+        }
         try:
-            _name_checkpoint(pending, dict(_told_sums(sums)))
+            _name_checkpoint(pending, files)
         except OSError as error:
             raise _cannot_write(pending.final, error) from error
         for old in checkpoints(self._folder)[: -self._keep]:
@@ -399,9 +396,9 @@ class CheckpointSaver:
         if self._pending is None:
             return
         self._pending.wait()
-        self._barrier()  # all files must be complete before the rename
+        dist.barrier()  # all files must be complete before the rename
         self.publish()
-        self._barrier()
+        dist.barrier()
 
 
 class _Writing:
@@ -478,12 +475,6 @@ class _HostCopies:
         event = device.Event()
         event.record(device.current_stream(self._device))
         return event
-
-
-def _told_sums(texts: Iterable[str]) -> Iterator[tuple[str, FileSums]]:
-    for text in texts:
-        for name, sums in decode_json(text).items():
-            yield name, FileSums(bytes=sums["bytes"], crc32=tuple(sums["crc32"]))
 
 
 def _name_checkpoint(written: _Writing, sums: Mapping[str, FileSums]) -> None:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from fcp_cli.errors import ManifestError, RunError
 from fcp_cli.manifest.pictures import Picture, PictureSize
 from fcp_cli.util.inputs import read_json
+from fcp_cli.util.machine import usable_cores
 from fcp_cli.util.plugins import pip_install
 from fcp_cli.util.words import counted, first_line
 from fcp_cli.vision.processors import InternVision, VisionProcessor, Visual
@@ -210,8 +211,7 @@ _MOST_WORKERS = 8
 
 def usual_workers(local_ranks: int) -> int:
     """Return the number of decoder processes of a rank: its share of cores minus 1, between 1 and 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MOST_WORKERS, max(1, cores // max(local_ranks, 1) - 1))
+    return min(_MOST_WORKERS, max(1, usable_cores() // max(local_ranks, 1) - 1))
 
 
 class PixelPool:

@@ -99,7 +99,7 @@ def _make_plan(path: Path, settings: TrainSettings, metadata: PlanMetadata) -> N
     batches = BatchSettings(global_batch_size=min(metadata.global_batch_size, len(table)), shuffle=False)
     problem = problem_of(metadata, name=str(settings.plan))
     path.parent.mkdir(parents=True, exist_ok=True)
-    make_plan(path, PlanInputs(table=table, problem=problem, settings=batches), solver_name="fcp", workers=1)
+    make_plan(path, PlanInputs(table=table, problem=problem, settings=batches), workers=1)
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""Conversations with pixels: each picture is decoded in advance, and only on the rank that encodes it."""
+"""Images and videos of a run: decoded in advance, only on the rank that encodes them, or made up of their sizes."""
 
 from __future__ import annotations
 
@@ -34,6 +34,93 @@ from fcp_cli.vision.processors import (
     VisionProcessor,
     Visual,
 )
+
+
+def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | PictureVisuals | None:
+    """Open the images and videos of a run's manifest, or return None.
+
+    Args:
+        settings: settings of the run.
+        config: configuration of the full model.
+    """
+    if len(settings.manifest) != 1:
+        return None
+    (manifest,) = settings.manifest
+    kept = RunPaths(run_dir=settings.run_dir).origin if settings.resume else None
+    pictures = open_pictures(manifest, kept=kept)
+    sizes = open_media(manifest) if pictures is None and has_vision(config) else None
+    records = pictures or sizes
+    if records is None:
+        return None
+    if not has_vision(config):
+        raise RunError(
+            f"{manifest} holds pictures, but the model {settings.model} has no vision encoder; train a "
+            "vision-language model, or build a manifest of texts only"
+        )
+    _require_same_patches(records, config)
+    lengths = read_manifest(manifest, length_column=settings.length_column).length_tokens
+    if pictures is not None:
+        _require_vocabulary(pictures, config)
+        workers = settings.decode_workers
+        if workers is None:
+            workers = usual_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        pool = PixelPool(pictures.folder, pictures.processor, workers=workers)
+        return PictureVisuals(pictures, lengths, config, pool)
+    if settings.weights is not None:
+        raise RunError(
+            f"{manifest} was built from sizes only, so the weights of {settings.weights} would be trained on "
+            "synthetic pixels; build it from the images with 'fcp manifest build DATA --kind media --processor "
+            f"{settings.weights}', or rehearse with --weights random"
+        )
+    assert sizes is not None
+    return SyntheticVisuals(sizes, lengths, config, seed=settings.seed)
+
+
+def _require_vocabulary(pictures: PictureRecords, config: Any) -> None:
+    entries = config.get_text_config().vocab_size
+    if pictures.vocab_size > entries:
+        raise RunError(
+            f"the tokens of {pictures.path} go up to {pictures.vocab_size - 1}, but the model's vocabulary has "
+            f"{entries} entries; build the manifest again with --processor and the folder of the model's checkpoint"
+        )
+
+
+def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -> None:
+    """Check that the model and the manifest use the same patches: token counts depend on them."""
+    processor, vision = records.processor, config.vision_config
+    qwen_families: dict[str, type[Any]] = {
+        "qwen3_vl": QwenVision,
+        "qwen3_vl_moe": QwenVision,
+        "qwen3_5": QwenVision,
+        "qwen3_5_moe": QwenVision,
+        "qwen2_5_vl": Qwen25Vision,
+    }
+    counted: tuple[Any, ...]
+    wanted: tuple[Any, ...]
+    if isinstance(processor, QwenVision | Qwen25Vision) and type(processor) is qwen_families.get(config.model_type):
+        counted = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
+        wanted = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    elif config.model_type == "internvl" and isinstance(processor, InternVision):
+        counted = (processor.tile_pixels, processor.patch_size, processor.tokens_per_tile)
+        wanted = (vision.image_size[0], vision.patch_size[0], config.image_seq_length)
+    elif config.model_type == "gemma3" and isinstance(processor, GemmaVision):
+        counted = (processor.image_pixels, processor.patch_size, processor.tokens_per_image)
+        wanted = (vision.image_size, vision.patch_size, config.mm_tokens_per_image)
+    elif config.model_type == "gemma4" and isinstance(processor, Gemma4Vision):
+        counted = (processor.patch_size, processor.pooling_size)
+        wanted = (vision.patch_size, vision.pooling_kernel_size)
+    else:
+        family = "qwen2.5-vl" if config.model_type == "qwen2_5_vl" else "qwen3-vl"
+        family = config.model_type if config.model_type in (*FAMILIES_OF_ROWS, "gemma4") else family
+        raise RunError(
+            f"{records.path} was counted with the processor {records.processor.describe()['name']}, but the model is "
+            f"of the family {family}; build the manifest again with --processor {family}"
+        )
+    if counted != wanted:
+        raise RunError(
+            f"{records.path} was counted for patches {counted}, but the model's are {wanted} (see its vision figures); "
+            "build the manifest again with --processor and the folder of the model's checkpoint"
+        )
 
 
 class PictureVisuals:
@@ -189,8 +276,6 @@ def _found(wait: Callable[[], list[Values]]) -> list[Values] | str:
         return str(error)
 
 
-# Images and videos of a run: real ones, or synthetic ones of recorded sizes with synthetic text.
-#
 # Only the content of a synthetic sequence is made up: token counts, visual tokens and patches are real. A row is
 # equal on every rank and in every run; pixels are drawn only on the encoding rank.
 
@@ -260,90 +345,3 @@ class SyntheticVisuals:
     def _noise(self, key: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         generator = np.random.default_rng([self._seed, *key])
         return torch.from_numpy(generator.standard_normal(shape, np.float32))
-
-
-def open_visuals(settings: TrainSettings, config: Any) -> SyntheticVisuals | PictureVisuals | None:
-    """Open the images and videos of a run's manifest, or return None.
-
-    Args:
-        settings: settings of the run.
-        config: configuration of the full model.
-    """
-    if len(settings.manifest) != 1:
-        return None
-    (manifest,) = settings.manifest
-    kept = RunPaths(run_dir=settings.run_dir).origin if settings.resume else None
-    pictures = open_pictures(manifest, kept=kept)
-    sizes = open_media(manifest) if pictures is None and has_vision(config) else None
-    records = pictures or sizes
-    if records is None:
-        return None
-    if not has_vision(config):
-        raise RunError(
-            f"{manifest} holds pictures, but the model {settings.model} has no vision encoder; train a "
-            "vision-language model, or build a manifest of texts only"
-        )
-    _require_same_patches(records, config)
-    lengths = read_manifest(manifest, length_column=settings.length_column).length_tokens
-    if pictures is not None:
-        _require_vocabulary(pictures, config)
-        workers = settings.decode_workers
-        if workers is None:
-            workers = usual_workers(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        pool = PixelPool(pictures.folder, pictures.processor, workers=workers)
-        return PictureVisuals(pictures, lengths, config, pool)
-    if settings.weights is not None:
-        raise RunError(
-            f"{manifest} was built from sizes only, so the weights of {settings.weights} would be trained on "
-            "synthetic pixels; build it from the images with 'fcp manifest build DATA --kind media --processor "
-            f"{settings.weights}', or rehearse with --weights random"
-        )
-    assert sizes is not None
-    return SyntheticVisuals(sizes, lengths, config, seed=settings.seed)
-
-
-def _require_vocabulary(pictures: PictureRecords, config: Any) -> None:
-    entries = config.get_text_config().vocab_size
-    if pictures.vocab_size > entries:
-        raise RunError(
-            f"the tokens of {pictures.path} go up to {pictures.vocab_size - 1}, but the model's vocabulary has "
-            f"{entries} entries; build the manifest again with --processor and the folder of the model's checkpoint"
-        )
-
-
-def _require_same_patches(records: MediaRecords | PictureRecords, config: Any) -> None:
-    """Check that the model and the manifest use the same patches: token counts depend on them."""
-    processor, vision = records.processor, config.vision_config
-    qwen_families: dict[str, type[Any]] = {
-        "qwen3_vl": QwenVision,
-        "qwen3_vl_moe": QwenVision,
-        "qwen3_5": QwenVision,
-        "qwen3_5_moe": QwenVision,
-        "qwen2_5_vl": Qwen25Vision,
-    }
-    counted: tuple[Any, ...]
-    wanted: tuple[Any, ...]
-    if isinstance(processor, QwenVision | Qwen25Vision) and type(processor) is qwen_families.get(config.model_type):
-        counted = (processor.patch_size, processor.merge_size, processor.temporal_patch_size)
-        wanted = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-    elif config.model_type == "internvl" and isinstance(processor, InternVision):
-        counted = (processor.tile_pixels, processor.patch_size, processor.tokens_per_tile)
-        wanted = (vision.image_size[0], vision.patch_size[0], config.image_seq_length)
-    elif config.model_type == "gemma3" and isinstance(processor, GemmaVision):
-        counted = (processor.image_pixels, processor.patch_size, processor.tokens_per_image)
-        wanted = (vision.image_size, vision.patch_size, config.mm_tokens_per_image)
-    elif config.model_type == "gemma4" and isinstance(processor, Gemma4Vision):
-        counted = (processor.patch_size, processor.pooling_size)
-        wanted = (vision.patch_size, vision.pooling_kernel_size)
-    else:
-        family = "qwen2.5-vl" if config.model_type == "qwen2_5_vl" else "qwen3-vl"
-        family = config.model_type if config.model_type in (*FAMILIES_OF_ROWS, "gemma4") else family
-        raise RunError(
-            f"{records.path} was counted with the processor {records.processor.describe()['name']}, but the model is "
-            f"of the family {family}; build the manifest again with --processor {family}"
-        )
-    if counted != wanted:
-        raise RunError(
-            f"{records.path} was counted for patches {counted}, but the model's are {wanted} (see its vision figures); "
-            "build the manifest again with --processor and the folder of the model's checkpoint"
-        )

@@ -1,6 +1,6 @@
-"""Shows training progress: a live line on a terminal, a plain line every few steps otherwise.
+"""Shows training progress on a terminal, TensorBoard and Weights & Biases, from the metrics' records.
 
-Consumes metrics records, so that the trainer and `fcp watch` show the same.
+A terminal gets a live line, other output a plain line every few steps; the trainer and `fcp watch` show the same.
 """
 
 from __future__ import annotations
@@ -132,49 +132,6 @@ class TrainingProgress:
             self._live = None
 
 
-# Output of rank 0 during training besides metrics: TensorBoard, Weights & Biases, progress.
-
-
-def run_facts(settings: TrainSettings, *, steps: int, parameters: int, peak: Peak | None = None) -> dict[str, Any]:
-    """Return facts about the run that its plan lacks; `steps` is its last step."""
-    return {
-        "model": settings.model,
-        "parameters": parameters,
-        "peak_flops": None if peak is None else peak.flops,
-        "peak_flops_of": None if peak is None else peak.source,
-        "steps": steps,
-        "settings": settings.argv(),
-    }
-
-
-class TrainingReport:
-    """Rank 0's outputs; feed them each metrics record, beginning with the `run` record."""
-
-    def __init__(self, settings: TrainSettings, *, first_step: int) -> None:
-        self._settings = settings
-        self._curves: list[Scalars | WandbRun] = [
-            Scalars(RunPaths(run_dir=settings.run_dir).tensorboard, first_step=first_step)
-        ]
-        self._progress = None if settings.quiet else TrainingProgress(human(), every=settings.log_every)
-
-    def feed(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "run" and self._settings.wandb is not None:
-            self._curves.append(WandbRun(self._settings.wandb, self._settings.run_dir, record))
-        elif record["kind"] != "run":
-            for curves in self._curves:
-                curves.write(record)
-        if self._progress is not None:
-            self._progress.feed(cast(MetricsRecord, record))  # written by this process
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
-        for curves in self._curves:
-            curves.close()
-
-
-# Logs a run's curves to TensorBoard, if installed, and Weights & Biases.
-
 _SCALARS = ("loss", "grad_norm", "learning_rate", "seconds", "predicted_seconds", "idle_fraction")
 _NEWER_SCALARS = ("tokens_per_second", "mfu", "peak_memory_bytes")
 
@@ -242,7 +199,33 @@ class WandbRun:
         self._run.finish()
 
 
-# Model FLOPs utilization (MFU): a step's operations relative to the devices' peak.
+class TrainingReport:
+    """Rank 0's outputs; feed them each metrics record, beginning with the `run` record."""
+
+    def __init__(self, settings: TrainSettings, *, first_step: int) -> None:
+        self._settings = settings
+        self._curves: list[Scalars | WandbRun] = [
+            Scalars(RunPaths(run_dir=settings.run_dir).tensorboard, first_step=first_step)
+        ]
+        self._progress = None if settings.quiet else TrainingProgress(human(), every=settings.log_every)
+
+    def feed(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "run" and self._settings.wandb is not None:
+            self._curves.append(WandbRun(self._settings.wandb, self._settings.run_dir, record))
+        elif record["kind"] != "run":
+            for curves in self._curves:
+                curves.write(record)
+        if self._progress is not None:
+            self._progress.feed(cast(MetricsRecord, record))  # written by this process
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        for curves in self._curves:
+            curves.close()
+
+
+# Facts of the `run` record, and model FLOPs utilization (MFU): a step's operations relative to the devices' peak.
 
 _HALF_PRECISIONS = ("bf16", "amp")
 
@@ -295,3 +278,15 @@ def utilisation(
     if peak is None:
         return None
     return model_flops(spec, recipe, plan.lengths) / (seconds * ranks * peak.flops)
+
+
+def run_facts(settings: TrainSettings, *, steps: int, parameters: int, peak: Peak | None = None) -> dict[str, Any]:
+    """Return facts about the run that its plan lacks; `steps` is its last step."""
+    return {
+        "model": settings.model,
+        "parameters": parameters,
+        "peak_flops": None if peak is None else peak.flops,
+        "peak_flops_of": None if peak is None else peak.source,
+        "steps": steps,
+        "settings": settings.argv(),
+    }

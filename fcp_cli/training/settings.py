@@ -62,6 +62,12 @@ class TrainSettings(RecipeRequest):
         quiet: whether to hide progress, which the launcher shows from the metrics.
     """
 
+    # Not options of `fcp launch`: a run follows the recipe of its plan.
+    shard_ranks: int | None = None
+    reduce: Literal["auto", "step", "wave"] = "auto"
+    recompute: Literal["auto", "none", "activation", "elementwise", "selective", "full", "as-needed"] = "auto"
+    loss: Literal["auto", "chunked", "plain"] = "auto"
+    offload: Literal["auto", "none", "activations"] = "auto"
     plan: Path
     model: str
     run_dir: Path

@@ -1,10 +1,14 @@
-"""How ranks hold the weights trained by the bundled trainer: as replicas, or sharded with FSDP2."""
+"""Where a model's weights, gradients and activations are held in the bundled trainer.
+
+Shard and replica groups of ranks for every ZeRO stage; replicas for stages 0 and 1 (`weights.shard_model` shards with
+FSDP2 from stage 2); and which micro-batches offload activations to host memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,43 +33,55 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _BUCKET_NUMBERS = 8 << 20  # 32 MiB in fp32: large enough to saturate a link, small enough to copy
 
 
-class ShardedWeights(Protocol):
-    """A model's weights on a rank.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """This rank's shard and replica.
 
     Attributes:
-        shares: this rank's shard of saved and updated weights.
-        weights: that shard of each parameter by name, in the optimizer's precision.
-        trained: those that the optimizer updates.
-        followed: module or gradient sync that `Session.steps` reduces.
+        index: shard index of this rank.
+        count: number of shards per replica; 1: not sharded.
+        copy: replica index of this rank.
+        mesh: device mesh for `fully_shard`, with dimension `shard`, or `replicate` and `shard`; None if not sharded.
     """
 
-    shares: Shares
-    weights: Mapping[str, Tensor]
-    trained: Sequence[nn.Parameter]
+    index: int = 0
+    count: int = 1
+    copy: int = 0
+    mesh: DeviceMesh | None = None
 
     @property
-    def followed(self) -> nn.Module | GradientSync: ...
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """Ranks of this replica; None if not sharded."""
+        return None if self.mesh is None else self.mesh.get_group("shard")
 
-    def gather(self, *, frozen: bool = False) -> None:
-        """Copy weights updated by the optimizer, or loaded from a checkpoint, to the model on all ranks.
+    @property
+    def copy_group(self) -> dist.ProcessGroup | None:
+        """Ranks with the same shard in all replicas; None if there is one replica."""
+        if self.mesh is None:
+            return dist.group.WORLD
+        return self.mesh.get_group("replicate") if "replicate" in (self.mesh.mesh_dim_names or ()) else None
 
-        Args:
-            frozen: whether to include frozen weights.
-        """
-        ...
+    def rows(self, total: int) -> slice:
+        """Return this rank's rows out of `total`, split like `fully_shard`: the last shards may have fewer."""
+        each = rows_each(total, self.count)
+        return slice(min(self.index * each, total), min((self.index + 1) * each, total))
 
 
-class ShardedModel:
-    """A model sharded with FSDP2: the optimizer updates its parameters."""
+def rows_each(total: int, count: int) -> int:
+    """Return the rows per shard; the last shards may have fewer or none."""
+    return -(-total // count)
 
-    def __init__(self, model: nn.Module, shares: Shares) -> None:
-        self.shares = shares
-        self.weights: Mapping[str, Tensor] = dict(model.named_parameters())
-        self.trained: Sequence[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
-        self.followed = model
 
-    def gather(self, *, frozen: bool = False) -> None:
-        """Do nothing: FSDP2 gathers weights on use."""
+def open_shares(recipe: Recipe, *, rank: int, ranks: int, device_type: str) -> Shares:
+    """Create the process groups for a recipe; consecutive ranks form a replica. Collective."""
+    if recipe.zero_stage == 0:
+        return Shares(copy=rank)
+    count = recipe.shards(ranks)
+    if count == ranks:
+        mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(device_type, (ranks // count, count), mesh_dim_names=("replicate", "shard"))
+    return Shares(index=rank % count, count=count, copy=rank // count, mesh=mesh)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,10 +117,14 @@ class Replica(GradientSync):
         world: all ranks.
         shares: shard that this rank's optimizer updates.
         weight_dtype: compute dtype; if it differs from the model's, the optimizer keeps master weights.
+
+    Attributes:
+        weights: this rank's shard of each parameter by name, in the optimizer's precision.
+        trained: shards that the optimizer updates.
     """
 
     def __init__(self, model: nn.Module, world: World, shares: Shares, weight_dtype: torch.dtype | None = None) -> None:
-        self.shares = shares
+        self._shares = shares
         self._world = world
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -120,23 +140,19 @@ class Replica(GradientSync):
                 parameter: Any = weight.parameter
                 parameter.register_post_accumulate_grad_hook(_accumulate_into(weight))
 
-    @property
-    def followed(self) -> GradientSync:
-        return self
-
     def _cut(self, parameter: nn.Parameter, dtype: torch.dtype | None) -> _Weight:
         """Return the tensor to update for a parameter, which is converted to its compute dtype."""
-        whole, own = parameter.data, self.shares.rows(len(parameter))
+        whole, own = parameter.data, self._shares.rows(len(parameter))
         rows = whole[own]
         if dtype is not None and dtype != whole.dtype:
             parameter.data = whole.to(dtype)
             if not parameter.requires_grad:
                 rows = parameter.data[own]
-            elif self.shares.count > 1:
+            elif self._shares.count > 1:
                 rows = rows.clone()  # else other shards' fp32 weights would stay allocated
-        is_whole = self.shares.count == 1 and rows.dtype == parameter.dtype
+        is_whole = self._shares.count == 1 and rows.dtype == parameter.dtype
         updated = parameter if is_whole else nn.Parameter(rows, requires_grad=parameter.requires_grad)
-        return _Weight(parameter=parameter, updated=updated, rows=rows_each(len(parameter), self.shares.count))
+        return _Weight(parameter=parameter, updated=updated, rows=rows_each(len(parameter), self._shares.count))
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -162,14 +178,14 @@ class Replica(GradientSync):
 
     def _reduce(self, bucket: Sequence[_Weight]) -> None:
         flat = self._flat_gradients(bucket)
-        if self.shares.shard_group is None:
+        if self._shares.shard_group is None:
             own = flat
         else:
-            own = flat.new_empty(len(flat) // self.shares.count)
-            _reduce_scatter(own, flat, group=self.shares.shard_group)
+            own = flat.new_empty(len(flat) // self._shares.count)
+            _reduce_scatter(own, flat, group=self._shares.shard_group)
         del flat
-        if self.shares.copy_group is not None:
-            dist.all_reduce(own, group=self.shares.copy_group)
+        if self._shares.copy_group is not None:
+            dist.all_reduce(own, group=self._shares.copy_group)
         offset = 0
         for weight in bucket:
             size = weight.updated.numel()
@@ -178,7 +194,7 @@ class Replica(GradientSync):
 
     def _flat_gradients(self, bucket: Sequence[_Weight]) -> Tensor:
         """Flatten and free a bucket's gradients, shard after shard; each shard is a message."""
-        count = self.shares.count
+        count = self._shares.count
         only = _gradient(bucket[0])
         if len(bucket) == 1 and only is not None and only.is_contiguous() and len(only) % count == 0:
             _take_gradient(bucket[0])
@@ -196,17 +212,22 @@ class Replica(GradientSync):
 
     @torch.no_grad()
     def gather(self, *, frozen: bool = False) -> None:
-        if self.shares.shard_group is None:
+        """Copy weights updated by the optimizer, or loaded from a checkpoint, to the model on all ranks.
+
+        Args:
+            frozen: whether to include frozen weights.
+        """
+        if self._shares.shard_group is None:
             for weight in self._trained:
                 if weight.updated is not weight.parameter:
                     weight.parameter.copy_(weight.updated)
             return
         for bucket in _buckets(self._held) if frozen else self._messages:
-            self._gather_bucket(bucket, self.shares.shard_group)
+            self._gather_bucket(bucket, self._shares.shard_group)
 
     def _gather_bucket(self, bucket: Sequence[_Weight], group: dist.ProcessGroup) -> None:
         """All-gather the updated rows into the forward weights."""
-        count, first = self.shares.count, bucket[0].parameter
+        count, first = self._shares.count, bucket[0].parameter
         if len(bucket) == 1 and len(first) % count == 0:
             _all_gather(first.data, bucket[0].updated.to(first.dtype), group=group)
             return
@@ -274,61 +295,7 @@ def _buckets(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
     yield from small.values()
 
 
-# Shard and replica groups of ranks.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shares:
-    """This rank's shard and replica.
-
-    Attributes:
-        index: shard index of this rank.
-        count: number of shards per replica; 1: not sharded.
-        copy: replica index of this rank.
-        mesh: device mesh for `fully_shard`, with dimension `shard`, or `replicate` and `shard`; None if not sharded.
-    """
-
-    index: int = 0
-    count: int = 1
-    copy: int = 0
-    mesh: DeviceMesh | None = None
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """Ranks of this replica; None if not sharded."""
-        return None if self.mesh is None else self.mesh.get_group("shard")
-
-    @property
-    def copy_group(self) -> dist.ProcessGroup | None:
-        """Ranks with the same shard in all replicas; None if there is one replica."""
-        if self.mesh is None:
-            return dist.group.WORLD
-        return self.mesh.get_group("replicate") if "replicate" in (self.mesh.mesh_dim_names or ()) else None
-
-    def rows(self, total: int) -> slice:
-        """Return this rank's rows out of `total`, split like `fully_shard`: the last shards may have fewer."""
-        each = rows_each(total, self.count)
-        return slice(min(self.index * each, total), min((self.index + 1) * each, total))
-
-
-def rows_each(total: int, count: int) -> int:
-    """Return the rows per shard; the last shards may have fewer or none."""
-    return -(-total // count)
-
-
-def open_shares(recipe: Recipe, *, rank: int, ranks: int, device_type: str) -> Shares:
-    """Create the process groups for a recipe; consecutive ranks form a replica. Collective."""
-    if recipe.zero_stage == 0:
-        return Shares(copy=rank)
-    count = recipe.shards(ranks)
-    if count == ranks:
-        mesh = init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh(device_type, (ranks // count, count), mesh_dim_names=("replicate", "shard"))
-    return Shares(index=rank % count, count=count, copy=rank // count, mesh=mesh)
-
-
-# Decides which micro-batches offload activations: those that would not fit otherwise.
+# Activation offload: of the micro-batches that would not fit otherwise.
 
 
 def open_offload(recipe: Recipe, model: str, metadata: PlanMetadata, device: torch.device) -> ActivationOffload | None:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse_settings(sys.argv[1:] if argv is None else argv)
         import torch
 
-        from fcp_cli.training.run import train
+        from fcp_cli.training.trainer import train
     except FcpError as error:
         return _fail(error)
     try:

@@ -1,6 +1,8 @@
-"""Opens user-named files and reads their lines with limits: no devices, folders or endless lines.
+"""Foreign files, read with limits: no devices or folders, and bounded lines, sizes, depths and numbers of values.
 
-Failures are OSErrors whose `strerror` is a short reason, like those of the operating system.
+Failures to open or read are OSErrors whose `strerror` is a short reason, like those of the operating system. Documents
+in JSON and YAML consist of mappings, lists, finite numbers, valid UTF-8 strings, booleans and nulls, so that callers
+need not check for anything else.
 """
 
 from __future__ import annotations
@@ -191,11 +193,6 @@ def _version(file: Path) -> tuple[int, int, int] | None:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
-
-# Reads untrusted text, JSON and YAML, with limits on size, depth and number of values.
-#
-# Documents consist of mappings, lists, finite numbers, valid UTF-8 strings, booleans and nulls, nested at most
-# `MOST_DEPTH` deep, so that callers need not check for anything else.
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Cores, memory and processor name of this host. Does not import torch."""
+"""This host: cores, memory, processor, accelerators, and the facts of `fcp env`. Does not import torch."""
 
 from __future__ import annotations
 

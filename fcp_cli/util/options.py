@@ -2,7 +2,7 @@
 
 The library works with the dataclass itself. Its annotations define flags, metavars, defaults, limits, help, `fcp.yaml`
 keys, environment variables and the reference page. This module does not import typer, so that library packages can
-declare their own options; `command_line.takes` turns them into a command.
+declare their own options; `cli.command.takes` turns them into a command.
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class ClusterOptions:
@@ -11,7 +11,7 @@ declare their own options; `command_line.takes` turns them into a command.
     @dataclass(frozen=True, kw_only=True, slots=True)
     class PlanOptions:
         manifest: Annotated[Path, Arg("Parquet with lengths.")]
-        cluster: Annotated[ClusterOptions, Group("Cluster")] = ClusterOptions()
+        cluster: Annotated[ClusterOptions, OptionGroup("Cluster")] = ClusterOptions()
 
 Fields without such an annotation are not options: they need a default, which the command line never changes.
 """
@@ -44,8 +44,6 @@ MOST_PIXELS: Final = 1 << 16
 """Per side; the limit of image formats."""
 MOST_EPOCHS: Final = 100_000
 """Limits planning time: every epoch is planned step by step."""
-MOST_AHEAD: Final = 10_000
-"""Steps or batches prefetched into memory."""
 _MOST_WHOLE: Final = 2**63 - 1
 _METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 

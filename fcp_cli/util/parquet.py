@@ -98,9 +98,6 @@ def require_names(schema: Any) -> None:
         raise ValueError(f"it has two columns named {name!r}")
 
 
-# Common Parquet writer: each page and the footer have a checksum, which `util/parquet.py` verifies.
-
-
 @contextmanager
 def parquet_writer(temporary: Path, schema: pa.Schema, *, deltas: Collection[str] = ()) -> Iterator[pq.ParquetWriter]:
     """Write a Parquet file to a temporary path from `replaced_atomically`.

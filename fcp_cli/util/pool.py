@@ -59,7 +59,7 @@ def _results(
     pending: deque[Future[Result]] = deque()
     while True:
         for task in tasks:
-            with _starting():  # submitting may start a process
+            with without_interrupts():  # submitting may start a process
                 pending.append(pool.submit(work, task))
             if len(pending) >= ahead:
                 break
@@ -69,8 +69,8 @@ def _results(
 
 
 @contextmanager
-def _starting() -> Iterator[None]:
-    """Block Ctrl-C, which signals the whole process group, while worker processes start.
+def without_interrupts() -> Iterator[None]:
+    """Context manager: block Ctrl-C, which signals the whole process group, while child processes start.
 
     A new process inherits the blocked signal, so Ctrl-C never reaches a worker, not even during its start-up.
     """

@@ -1,4 +1,8 @@
-"""Append-only record files with lengths and digests, so that a truncated tail is distinguishable from damage."""
+"""Append-only record files with digests, which tell a truncated tail from damage, and content hashes of other files.
+
+A job's launcher passes the hashes of the files it has read, so that its ranks on this node need not read them again. A
+rank trusts a hash only for the same inode, size and times; it reads all other files itself.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +79,6 @@ def table_of_content(content: bytes) -> Any:
 def _digest(content: bytes, size: int) -> bytes:
     return hashlib.blake2b(content, digest_size=size).digest()
 
-
-# Content hashes of files that a job's launcher has already read, so that its ranks on this node need not.
-#
-# A rank trusts a hash only for the same inode, size and times; it reads all other files itself.
 
 VARIABLE: Final = "FCP_VERIFIED"
 

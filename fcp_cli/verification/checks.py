@@ -1,4 +1,7 @@
-"""Context of the checks: this rank, its device, the other ranks, and test sizes."""
+"""Checks of `fcp selftest` on a rank: machine, messages, kernels against fp64, rings, overlap, and predicted packs.
+
+`Bench` is their context. Steps that could hang are checked by `step_ends`.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,9 @@ from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.ring import Ring
 from fcp_cli.runtime.ring_attention import attention
 from fcp_cli.runtime.transport import ProcessTransport, ProcessWorld, Transport
+from fcp_cli.util.findings import Finding
 from fcp_cli.util.machine import usable_cores
-from fcp_cli.verification.selftest import Finding, Settings
+from fcp_cli.verification.selftest import Settings
 
 
 class Bench:
@@ -102,8 +106,6 @@ class Bench:
             if name not in self.kernels:
                 self.unavailable.setdefault(name, "another rank cannot run it")
 
-
-# Reference attention in fp64, and the error of a kernel.
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 2e-6}
 """Maximum relative L2 error of a single device."""
@@ -192,9 +194,6 @@ def relative(sums: list[list[float]]) -> float:
     return float((differences / sizes) ** 0.5) if sizes else 0.0
 
 
-# Compares each device's attention kernels with the fp64 formula.
-
-
 def check_kernel(bench: Bench) -> Finding:
     """Compare each attention kernel with fp64 for several shapes, on each device.
 
@@ -258,8 +257,6 @@ def attended(drawn: Drawn, ring: Ring) -> Attended:
     return Attended(out.detach(), *gradients)
 
 
-# Measures messages between ranks, in a node and between nodes: first contact, and bandwidth from 64 KiB on.
-
 _KIB, _MIB = 1 << 10, 1 << 20
 _MESSAGE_REPEATS = 8
 _NAMES = {
@@ -309,8 +306,6 @@ def _sizes(bench: Bench) -> list[int]:
 def _size(num_bytes: int) -> str:
     return f"{num_bytes // _MIB} MiB" if num_bytes >= _MIB else f"{num_bytes // _KIB} KiB"
 
-
-# Measures how much longer rings take than the same kernels without messages, by degree and pass.
 
 _OVERLAP_REPEATS = 6
 
@@ -369,8 +364,6 @@ def _overlap_case(bench: Bench, degree: int) -> Case:
         return Case(heads=4, kv_heads=2, head_size=64, lengths=((128 if bench.settings.quick else 512) * degree,))
     return Case(heads=32, kv_heads=8, head_size=128, lengths=((2048 if bench.settings.quick else 8192) * degree,))
 
-
-# Compares predicted with measured times of held-out packs, and a token's memory with its estimate.
 
 _PACKS = 5
 # Checked only on accelerators: on a CPU, times and resident sizes depend on other load.
@@ -439,8 +432,6 @@ def memory_error_percent(samples: SamplesFile, request: Measurement) -> float | 
     return 100.0 * (measured / running.bytes_per_token - 1.0)
 
 
-# Compares rings of each degree, with and without Ulysses, on mixed packs with a single device.
-
 MOST_MULTIPLE = 2.0
 """Maximum error of a ring, as a multiple of a single device's error."""
 _FLOOR = 2e-6  # smaller errors are rounding, whatever the single device's error
@@ -508,8 +499,6 @@ def _mixed_case(bench: Bench) -> Case:
     return Case(heads=8, kv_heads=2, head_size=128, lengths=(2049, 1, 7, 513, 64, 3))
 
 
-# Reports versions, devices, topology, the selected kernel, and variables that back ends read.
-
 _PACKAGES = (
     "torch",
     "torch-npu",
@@ -523,7 +512,7 @@ _PACKAGES = (
 
 
 def check_surroundings(bench: Bench) -> Finding:
-    """Describe the machine and the software of the ranks."""
+    """Report versions, devices, topology, the selected kernel, and variables that back ends read."""
     device = bench.device
     kernels = [name for name in bench.kernels if name is not None]
     kernel = "/".join(kernels) or type(select_kernel(device.type, bench.dtype)).__name__

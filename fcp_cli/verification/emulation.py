@@ -1,7 +1,8 @@
-"""Emulates a job's ranks as threads of one process.
+"""Emulates a job's ranks as threads of one process, and computes the gradients of a plan's steps on its ranks.
 
-Used by `fcp verify` to replay plans with many ranks; never on a cluster. On a CPU, autograd runs backward in the
-calling thread, so the backward pass of a rank may wait for other ranks.
+The same sequences are also replayed in a single process without ranks. Used by `fcp verify` to replay plans with many
+ranks; never on a cluster. On a CPU, autograd runs backward in the calling thread, so the backward pass of a rank may
+wait for other ranks.
 """
 
 from __future__ import annotations
@@ -200,8 +201,6 @@ def run_ranks(size: int, run: Callable[[Meeting, int], Result]) -> list[Result]:
     return [results[rank] for rank in range(size)]
 
 
-# Computes gradients of a plan's steps on its ranks, and of the same sequences in a single process.
-
 _RECEIVE_TIMEOUT_SECONDS = 120.0
 
 
@@ -351,5 +350,5 @@ def take_gradient(model: nn.Module) -> FloatArray:
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     whole = [piece.full_tensor() if hasattr(piece, "full_tensor") else piece for piece in pieces]
-    flat: FloatArray = torch.cat([piece.flatten() for piece in whole]).double().numpy()
+    flat: FloatArray = torch.cat([piece.flatten() for piece in whole]).cpu().double().numpy()
     return flat

@@ -1,135 +1,31 @@
-"""Starts and monitors the ranks of a test: a check that hangs becomes a finding."""
+"""Ranks of `fcp selftest`: their settings, findings and diary, and the parent process that watches them.
+
+The ranks (`worker`) run the checks of a user's node in a job's environment; a check that hangs becomes a finding. Does
+not import torch.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fcp_cli import __version__
 from fcp_cli.errors import RunError
-from fcp_cli.profiling.measure import reason_in_log
+from fcp_cli.profiling.measure import reason_in_log, run_logged
 from fcp_cli.util.files import write_text_atomically
+from fcp_cli.util.findings import Finding
 from fcp_cli.util.inputs import decode_json, read_json
-from fcp_cli.util.processes import descendants, kill_tree, send, torchrun_argv
+from fcp_cli.util.processes import descendants, send
 
-_POLL_SECONDS = 0.2
 _STACKS_SECONDS = 2.0  # for hanging ranks to write their stacks
 _STACK_LINES = 200
 WORKER = ("-m", "fcp_cli.verification.worker")
-
-
-def run_selftest(
-    settings: Settings,
-    *,
-    ranks: int,
-    environment: Mapping[str, str],
-    limit_seconds: float,
-    on_progress: Callable[[str], None],
-) -> SelftestReport:
-    """Run all checks on this node's ranks and return their findings.
-
-    Args:
-        settings: settings of the ranks; its folder has the measurement request.
-        ranks: number of processes.
-        environment: job variables, on top of this process's environment.
-        limit_seconds: time limit of a check or of a case.
-        on_progress: called with the name of each check when it starts.
-    """
-    argv = [*torchrun_argv(ranks), *WORKER, str(settings.write())]
-    return watch(settings, argv, environment=environment, limit_seconds=limit_seconds, on_progress=on_progress)
-
-
-def watch(
-    settings: Settings,
-    argv: Sequence[str],
-    *,
-    environment: Mapping[str, str],
-    limit_seconds: float,
-    on_progress: Callable[[str], None],
-) -> SelftestReport:
-    """Run the program with the checks and report its findings; kill it if it hangs.
-
-    Args:
-        settings: names the folder and the diary of the program.
-        argv, environment: the program, and variables on top of this process's environment.
-        limit_seconds: maximum time without progress.
-        on_progress: called with each new check.
-    """
-    log = settings.folder / "ranks.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, **environment})
-    hangs = False
-    try:
-        hangs = _hangs(process, settings, limit_seconds, on_progress)
-    finally:
-        if process.poll() is None:
-            if hangs:
-                _ask_where(process.pid)
-            kill_tree(process.pid)
-            process.wait()
-    return SelftestReport(date=now(), findings=tuple(_findings(settings.diary.read(), process.returncode, hangs, log)))
-
-
-def _hangs(
-    process: subprocess.Popen[bytes],
-    settings: Settings,
-    limit_seconds: float,
-    on_progress: Callable[[str], None],
-) -> bool:
-    """Wait for the process to end; return True if its diary stopped growing."""
-    heard, told, shown = time.monotonic(), 0, ""
-    while process.poll() is None:
-        size = _told(settings)
-        if size != told:
-            heard, told = time.monotonic(), size
-            check = settings.diary.read().current.partition(":")[0]
-            if check not in ("", shown):
-                on_progress(f"checking {check}")
-                shown = check
-        if time.monotonic() - heard > limit_seconds:
-            return True
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_POLL_SECONDS)
-    return False
-
-
-def _told(settings: Settings) -> int:
-    """Return how many bytes the ranks have written to the diary and samples."""
-    files = [settings.diary.path, *settings.folder.glob("*.samples.jsonl")]
-    return sum(path.stat().st_size for path in files if path.exists())
-
-
-def _ask_where(pid: int) -> None:
-    """Make every rank write its stack to the log."""
-    send(descendants(pid), signal.SIGUSR1)
-    time.sleep(_STACKS_SECONDS)
-
-
-def _findings(progress: Progress, status: int | None, hangs: bool, log: Path) -> list[Finding]:
-    found = list(progress.findings)
-    if progress.finished:
-        return found
-    where = progress.current or "the start of the ranks"
-    name = where.partition(":")[0] if progress.current else "start"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_STACK_LINES:]
-    if hangs:
-        stacks = [line.strip() for line in lines if line.strip().startswith("File ")][:4]
-        line = f"HANGS in {where}; ranks stand at: {'; '.join(stacks) or 'unknown'}"
-    else:
-        line = f"the ranks ended with status {status} in {where}: {reason_in_log(log)}"
-    return [*found, Finding(name=name, passed=False, lines=(line,), figures={"log": lines})]
-
-
-# Settings of a test's ranks, stored as a file. Does not import torch.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,26 +71,6 @@ def read_settings(path: Path) -> Settings:
     return Settings(**{**document, "folder": Path(document["folder"])})
 
 
-# Findings of checks: their text for an issue, and their transfer from the ranks to the parent process.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Result of a check.
-
-    Attributes:
-        name: name of the check.
-        passed: whether it passed; None if it only measures.
-        lines: lines of the text report.
-        figures: values for the JSON document.
-    """
-
-    name: str
-    passed: bool | None
-    lines: tuple[str, ...]
-    figures: Mapping[str, Any] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelftestReport:
     """All findings of a run."""
@@ -232,8 +108,7 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """State of rank 0's diary.
 
     Attributes:
@@ -269,25 +144,68 @@ class Diary:
     def read(self) -> Progress:
         """Read all complete lines; a partial last line is skipped."""
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        return _progress([decode_json(line) for line in whole.splitlines()])
+        findings, current, finished = [], "", False
+        for line in map(decode_json, text[: text.rfind("\n") + 1].splitlines()):
+            if "begin" in line:
+                current = line["begin"]
+            elif "found" in line:
+                findings.append(Finding(**{**line["found"], "lines": tuple(line["found"]["lines"])}))
+                current = ""
+            else:
+                finished = True
+        return Progress(tuple(findings), current, finished)
 
 
-def _progress(lines: Sequence[Mapping[str, Any]]) -> Progress:
-    findings, current, finished = [], "", False
-    for line in lines:
-        if "begin" in line:
-            current = line["begin"]
-        elif "found" in line:
-            found = line["found"]
-            findings.append(Finding(**{**found, "lines": tuple(found["lines"])}))
-            current = ""
-        else:
-            finished = True
-    return Progress(findings=tuple(findings), current=current, finished=finished)
+def watch(
+    settings: Settings,
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    limit_seconds: float,
+    on_progress: Callable[[str], None],
+) -> SelftestReport:
+    """Run the program with the checks and report its findings; kill it if it hangs.
+
+    Args:
+        settings: names the folder and the diary of the program.
+        argv, environment: the program, and variables on top of this process's environment.
+        limit_seconds: maximum time without progress of a check or case.
+        on_progress: called with each new check.
+    """
+    log = settings.folder / "ranks.log"
+    heard, told, shown = time.monotonic(), 0, ""
+
+    def progresses() -> bool:
+        nonlocal heard, told, shown
+        files = [settings.diary.path, *settings.folder.glob("*.samples.jsonl")]
+        size = sum(path.stat().st_size for path in files if path.exists())
+        if size != told:
+            heard, told = time.monotonic(), size
+            check = settings.diary.read().current.partition(":")[0]
+            if check not in ("", shown):
+                on_progress(f"checking {check}")
+                shown = check
+        return time.monotonic() - heard <= limit_seconds
+
+    def ask_for_stacks(pid: int) -> None:
+        send(descendants(pid), signal.SIGUSR1)
+        time.sleep(_STACKS_SECONDS)
+
+    status = run_logged(argv, log, environment=environment, goes_on=progresses, before_kill=ask_for_stacks)
+    return SelftestReport(date=now(), findings=tuple(_findings(settings.diary.read(), status, log)))
 
 
-# Checks on a user's node that a job's kernels and messages are correct, and how fast they are; output for an issue.
-#
-# `run` starts and monitors ranks under a job's environment; `worker` is a rank; each file in `checks` checks one
-# property.
+def _findings(progress: Progress, status: int | None, log: Path) -> list[Finding]:
+    """Return what the checks found, and the check that hangs (`status` is None) or ended the ranks."""
+    found = list(progress.findings)
+    if progress.finished:
+        return found
+    where = progress.current or "the start of the ranks"
+    name = where.partition(":")[0] if progress.current else "start"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_STACK_LINES:]
+    if status is None:
+        stacks = [line.strip() for line in lines if line.strip().startswith("File ")][:4]
+        line = f"HANGS in {where}; ranks stand at: {'; '.join(stacks) or 'unknown'}"
+    else:
+        line = f"the ranks ended with status {status} in {where}: {reason_in_log(log)}"
+    return [*found, Finding(name=name, passed=False, lines=(line,), figures={"log": lines})]

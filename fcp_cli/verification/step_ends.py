@@ -5,10 +5,11 @@ The possible deadlock: a rank issues a gradient reduction or gather while anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,13 +25,14 @@ from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, Sync
 from fcp_cli.plan.step import StepPlan, offsets_of
 from fcp_cli.runtime.plan_agreement import agree_on_plan
 from fcp_cli.runtime.session import Session
+from fcp_cli.util.findings import Finding
 from fcp_cli.verification.checks import Bench
-from fcp_cli.verification.emulation import synthetic_tokens
-from fcp_cli.verification.selftest import Finding
+from fcp_cli.verification.emulation import gradients_on_rank, synthetic_tokens
 from fcp_cli.verification.tiny_model import TinyConfig, TinyLanguageModel, ring_attend
 
 _CONFIG = TinyConfig(width=64, heads=4, kv_heads=2)  # head size 16: accelerator kernels need multiples of 8
 _STEPS = 3
+Wrapper: TypeAlias = Callable[[nn.Module, torch.device], nn.Module]
 _SAME_LOSS = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
@@ -44,23 +46,14 @@ class Row:
     wave: int = -1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """A model wrapper, and the sync of the plans it follows."""
-
-    name: str
-    sync: Sync
-    wrap: Callable[[nn.Module, torch.device], nn.Module]
-
-
 def check_order(bench: Bench) -> Finding:
     """Check that the steps finish without a deadlock, with equal losses, under each wrapper."""
     if bench.world.size == 1:
         return Finding(name="order", passed=None, lines=("a single rank waits for no other",))
     losses: dict[str, list[float]] = {}
-    for way in WAYS:
-        bench.begin(f"order: {way.name} under sync {way.sync}")
-        losses[f"{way.name} ({way.sync})"] = _losses(bench, way)
+    for name, (sync, wrap) in _WRAPPERS.items():
+        bench.begin(f"order: {name} under sync {sync}")
+        losses[f"{name} ({sync})"] = _losses(bench, sync, wrap)
     first = next(iter(losses.values()))
     bound = _SAME_LOSS[bench.dtype]
     agree = all(np.allclose(found, first, rtol=bound, atol=0.0) for found in losses.values())
@@ -74,14 +67,14 @@ def check_order(bench: Bench) -> Finding:
     )
 
 
-def _losses(bench: Bench, way: Way) -> list[float]:
-    plan = bench.settings.folder / f"order-{way.sync}.parquet"
+def _losses(bench: Bench, sync: Sync, wrap: Wrapper) -> list[float]:
+    plan = bench.settings.folder / f"order-{sync}.parquet"
     if bench.is_first:
-        write_plan(plan, bench.world.size, way.sync)
+        write_plan(plan, bench.world.size, sync)
     dist.barrier()
     metadata = agree_on_plan(bench.world, plan, bench.device)
     model = TinyLanguageModel(_CONFIG, ring_attend, seed=0, dtype=bench.dtype).to(bench.device)
-    wrapped = way.wrap(model, bench.device)
+    wrapped = wrap(model, bench.device)
     session = Session(
         plan=plan,
         metadata=metadata,
@@ -91,14 +84,11 @@ def _losses(bench: Bench, way: Way) -> list[float]:
         device=bench.device,
         owns_process_group=False,
     )
-    losses = []
     with session:
-        for step in session.steps(wrapped):
-            for microbatch in step:
-                logits = wrapped(microbatch.input_ids, microbatch.position_ids, microbatch.ring)
-                torch.autograd.backward(microbatch.loss(logits))
-            losses.append(step.reduced_loss())
-            wrapped.zero_grad(set_to_none=True)
+        replayed = gradients_on_rank(
+            session, wrapped, lambda mb: mb.loss(wrapped(mb.input_ids, mb.position_ids, mb.ring))
+        )
+    losses: list[float] = replayed.losses.tolist()
     return losses
 
 
@@ -114,12 +104,12 @@ def _fsdp2(model: nn.Module, device: torch.device, *, keeps_weights: bool) -> nn
     return model
 
 
-WAYS = (
-    Way(name="replicas", sync="iteration", wrap=lambda model, _: model),
-    Way(name="DDP", sync="iteration", wrap=_ddp),
-    Way(name="FSDP2 that keeps weights", sync="iteration", wrap=partial(_fsdp2, keeps_weights=True)),
-    Way(name="FSDP2 that gathers layers", sync="microbatch", wrap=partial(_fsdp2, keeps_weights=False)),
-)
+_WRAPPERS: Mapping[str, tuple[Sync, Wrapper]] = {
+    "replicas": ("iteration", lambda model, _: model),
+    "DDP": ("iteration", _ddp),
+    "FSDP2 that keeps weights": ("iteration", partial(_fsdp2, keeps_weights=True)),
+    "FSDP2 that gathers layers": ("microbatch", partial(_fsdp2, keeps_weights=False)),
+}
 
 
 def write_plan(path: Path, num_ranks: int, sync: Sync) -> None:

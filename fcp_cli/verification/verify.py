@@ -1,4 +1,8 @@
-"""Verifies a plan on this machine: compares gradients computed on its ranks with a single process."""
+"""Verifies a plan on this machine: compares gradients computed on its ranks with a single process.
+
+As a program (`python -m fcp_cli.verification.verify PLAN FOLDER`, under torchrun), it is one of the ranks, as a gloo
+process, and writes its result or its error line to the folder.
+"""
 
 from __future__ import annotations
 
@@ -180,12 +184,6 @@ def _one_thread_per_rank() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# Runs a plan's ranks as gloo processes, started with torchrun.
-#
-# As a program (`python -m fcp_cli.verification.verify PLAN FOLDER`, under torchrun), it is one of the ranks and
-# writes its result or its error line to the folder.
 
 
 def replay_processes(plan: Path) -> list[Replayed]:

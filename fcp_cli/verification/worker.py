@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from fcp_cli.runtime.transport import join_process_group, local_device
 from fcp_cli.util.files import write_text_atomically
+from fcp_cli.util.findings import Finding
 from fcp_cli.verification import checks, step_ends
 from fcp_cli.verification.checks import Bench
-from fcp_cli.verification.selftest import Finding, SelftestReport, Settings, now, read_settings
+from fcp_cli.verification.selftest import SelftestReport, Settings, now, read_settings
 
 CHECKS: Mapping[str, Callable[[Bench], Finding]] = {
     "surroundings": checks.check_surroundings,

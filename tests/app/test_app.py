@@ -40,13 +40,12 @@ def test_the_version_is_printed_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "ends"),
     [
-        (("pan",), ("there is no command 'pan'; did you mean 'plan'? See '", " --help'")),
-        (("plan", "a", "--rank", "3"), ("there is no option --rank; did you mean --ranks? See", " plan --help'")),
-        (("plan", "a", "--ranks"), ("--ranks needs a value; see '", " plan --help'")),
-        (("plan", "a", "b"), ("unexpected argument b; see '", " plan --help'")),
+        (("pan",), ("no such command 'pan'", " --help'")),
+        (("plan", "a", "--rank", "3"), ("no such option: --rank", " plan --help'")),
+        (("plan", "a", "--ranks"), ("option '--ranks' requires an argument; see '", " plan --help'")),
+        (("plan", "a", "b"), ("got unexpected extra argument", " plan --help'")),
         (("plan", "a", "--ranks", "0"), ("--ranks is 0; it must be at least 1; see '", " plan --help'")),
         (("plan", "a", "--ranks", "two"), ("--ranks is 'two'; it must be a whole number; see '", " plan --help'")),
-        (("plan", "a", "--headroom", "1"), ("--headroom is 1; it must be below 1; see '", " plan --help'")),
         (("plan", "a", "--sync", "waves"), ("--sync is 'waves'; it must be one of iteration, microbatch", "--help'")),
         (("profile", "fit"), ("missing argument ", " profile fit --help'")),
     ],
@@ -91,7 +90,8 @@ def test_a_wrong_value_that_was_not_typed_says_where_it_was_set(tmp_path: Path) 
 
 def test_a_switch_that_was_not_typed_must_be_true_or_false(tmp_path: Path) -> None:
     result = fcp("plan", "dataset.parquet", cwd=tmp_path, FCP_PLAN_SHUFFLE="maybe")
-    assert "--shuffle is 'maybe'; it must be true or false (set by FCP_PLAN_SHUFFLE); see" in result.stderr
+    assert result.stderr.startswith("error: invalid value for '--shuffle'")
+    assert "(set by FCP_PLAN_SHUFFLE); see" in result.stderr
 
 
 def test_an_error_of_a_verb_says_where_the_option_that_it_names_was_set(tmp_path: Path) -> None:

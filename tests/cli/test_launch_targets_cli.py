@@ -59,8 +59,7 @@ def test_an_empty_folder_shows_every_target(fcp: Fcp, tmp_path: Path) -> None:
         (("--target", "slurm"), "#SBATCH --nodes=8"),
         (("--target", "scripts"), "# ---- hostfile\nnode0\n"),
         (("--image", "fcp:1"), "kind: TrainJob"),
-        (("--image", "fcp:1", "--target", "pytorchjob"), "kind: PyTorchJob"),
-        (("--target", "volcano", "--image", "fcp:1"), "kind: Job"),
+        (("--target", "jobset", "--image", "fcp:1"), "kind: JobSet"),
     ):
         status, out, _ = fcp("--model", "qwen3vl-8b", "--dry-run", *words)
         assert status == 0
@@ -101,8 +100,7 @@ def test_files_are_written_whole_once_and_nothing_is_started(fcp: Fcp, tmp_path:
     assert not (tmp_path / "runs").exists()
     status, _, err = fcp(*words)
     assert status == 1
-    assert err[-1] == snapshot("error: job/node.sh is there already; replace it with --force, or choose another folder")
-    assert fcp(*words, "--force")[0] == 0
+    assert err[-1] == snapshot("error: job/node.sh is there already; remove it, or choose another folder")
 
 
 def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,25 +123,14 @@ def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path, monkeypatch
          "--node-rank is for --target local; under slurm every node finds it by itself"),
         (("--image", "x", "--mount", "data"),
          "--mount is 'data'; it must be CLAIM:/path, a persistent volume claim and its mount path"),
-        (("--target", "volcano"), "containers need --image: the name of one with fcp, torch and your code"),
+        (("--target", "jobset"), "containers need --image: the name of one with fcp, torch and your code"),
         (("--srun-option", "image"),
          "--srun-option 'image' is not one option of srun; give it as --srun-option=--container-image=/images/fcp.sqsh"),
-        (("--image", "i", "--rdma-resource", "hca"),
-         "--rdma-resource is 'hca'; it must be a resource of the nodes and how many of it, as rdma/hca=1 or "
-         "nvidia.com/hostdev=8: kubectl describe node shows them"),
-        (("--image", "i", "--shm-size", "64 GB"),
-         "--shm-size is '64 GB'; it must be a size as Kubernetes writes it, like 64Gi"),
-        (("--target", "slurm", "--host-network"),
-         "--host-network is for --target trainjob or pytorchjob or jobset or volcano, not for slurm"),
+        (("--target", "slurm", "--mount", "data:/x"), "--mount is for --target trainjob or jobset, not for slurm"),
         (("--sbatch-option", "gpu"),
          "--sbatch-option 'gpu' is not one option of sbatch; give it as --sbatch-option=--partition=gpu"),
-        (("--target", "slurm", "--force"), "--force replaces files in the folder of -o; give -o too"),
         (("-o", "job"), "-o writes the files of a cluster job; name one with --target, or see --dry-run"),
         (("--image", "--privileged"), "--image is '--privileged'; it must be the name of an image, as registry/team/fcp:1.0"),
-        (("--image", "i", "--namespace", "a.b"),
-         "--namespace is 'a.b'; it must be a namespace: lower-case letters, digits and dashes"),
-        (("--image", "i", "--pull-secret", "a..b"),
-         "--pull-secret is 'a..b'; it must be a name of Kubernetes: lower-case letters, digits and dashes"),
         (("--image", "i", "--mount", "--data:/x"),
          "--mount is '--data:/x'; it must be CLAIM:/path, a persistent volume claim and its mount path"),
         (("--nodes", "3", "--hostfile", "hosts"), "hosts lists 2 hosts, but --nodes is 3"),

@@ -47,4 +47,4 @@ def test_a_terminal_of_no_size_still_gets_words(tmp_path: Path, name: str, value
     shown = fcp("profile", "show", ONE, cwd=tmp_path, **{name: value})
     assert shown.returncode == 0 and "attention_seconds_per_tok" in shown.stdout
     wrong = fcp("plan", "--no-such-option", cwd=tmp_path, **{name: value})
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: there is no option --no-such-option")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: no such option: --no-such-option")

@@ -14,9 +14,10 @@ from inline_snapshot import snapshot
 
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.cost.recipe import Recipe
+from fcp_cli.profiling.choices import default_degrees
 from fcp_cli.profiling.points import heads_points, measurement_points
 from fcp_cli.profiling.refit import HOLD_OUT_EVERY
-from fcp_cli.profiling.samples import default_degrees, read_measurement, read_samples
+from fcp_cli.profiling.samples import read_measurement, read_samples
 from fcp_cli.util.processes import descendants, send
 from tests.cli.planning_folder import Outcome, typed
 from tests.forked_ranks import is_rank
@@ -149,7 +150,6 @@ def test_fit_never_replaces_the_metrics_it_reads(tmp_path: Path, fcp: Fcp) -> No
         ),
         (["--analytic", "--tensor-parallel", "3"], 2, "--tensor-parallel 3 does not divide num_heads 32"),
         (["--analytic", "--zero", "0"], 1, "qwen3-vl-8b does not fit: it takes "),
-        (["--analytic", "--zero", "3", "--sync", "iteration"], 2, "--zero 3 gathers weights in every micro-batch"),
         (["--analytic", "--loss", "liger"], 2, "--loss is 'liger'; it must be one of auto, chunked, plain"),
         (["--analytic", "--model", "qwen3-8b", "--freeze-vision"], 2, "qwen3-8b has no vision encoder"),
         (["--device", "tpu"], 2, "--device is 'tpu'; it must be one of auto, cpu, cuda, npu"),
@@ -182,7 +182,7 @@ def test_a_broken_coefficient_is_named_by_its_path(tmp_path: Path, fcp: Fcp, val
 
 
 def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) -> None:
-    done = fcp("profile", "--model", "qwen3-8b", "--nodes", "2", "--devices-per-node", "8", "--device", "cuda")
+    done = fcp("profile", "--model", "qwen3-8b", "--nodes", "2", "--device", "cuda")
     assert "--nproc-per-node=8 --nnodes=2" in done.out
     assert done.out.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ")  # as a job gets it
     assert '--node-rank="$NODE_RANK"' in done.out
@@ -190,10 +190,10 @@ def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) ->
     assert {point.degree for point in points if point.crosses_nodes} == {2, 3, 4, 6, 8}
 
 
-def test_ranks_that_several_nodes_do_not_have_are_refused(tmp_path: Path, fcp: Fcp) -> None:
+def test_ranks_that_do_not_divide_over_the_nodes_are_refused(tmp_path: Path, fcp: Fcp) -> None:
     words = ("profile", "--model", "qwen3-8b", "--nodes", "7", "--ranks", "2", "--device", "cuda")
     assert fcp(*words, status=2).err.splitlines()[-1] == (
-        "error: --ranks 2: 7 nodes of --devices-per-node 8 have 56 ranks; remove --ranks, or give the devices of a node"
+        "error: --ranks 2 does not divide over --nodes 7; give the ranks of all nodes"
     )
     assert not (tmp_path / "profile.request.json").exists()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from inline_snapshot import snapshot
 
-from fcp_cli.cli.config import _mark
+from fcp_cli.cli.config import _trust
 from fcp_cli.launching.request import LaunchRequest
 from fcp_cli.util.options import options_of
 from tests.cli.planning_folder import fcp, write_dataset
@@ -72,12 +72,10 @@ def test_a_found_file_writes_nowhere_else(folder: Path, output: str) -> None:
 
 
 def test_every_option_of_launch_that_becomes_a_command_needs_trust() -> None:
-    marked = {option.name: _mark(option) for option in options_of(LaunchRequest) if _mark(option)}
+    marked = {option.name: _trust(option) for option in options_of(LaunchRequest) if _trust(option)}
     assert marked == {
-        **dict.fromkeys(
-            ["template", "hostfile", "setup", "sbatch_option", "srun_option", "image", "mount", "pull_secret"], "runs"
-        ),
-        **dict.fromkeys(["host_network", "python", "master_addr", "wandb", "env", "env_secret"], "runs"),
+        **dict.fromkeys(["template", "hostfile", "setup", "sbatch_option", "srun_option", "image", "mount"], "runs"),
+        **dict.fromkeys(["python", "master_addr", "wandb", "env"], "runs"),
         **dict.fromkeys(["run_dir", "output"], "writes"),
     }
 

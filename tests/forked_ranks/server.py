@@ -39,7 +39,6 @@ _LATER = {
         "peft",
         "pandas",
         "fcp_cli.runtime",
-        "fcp_cli.training.run",
         "fcp_cli.training.data",
         "fcp_cli.training.weights",
         "fcp_cli.integrations.transformers",

@@ -45,7 +45,7 @@ UNDRAWN = {
 """Commands without a kind, and why."""
 _SHARES = {"plan": 6.0, "launch": 6.0, "compare": 1.5, "profile": 2.0, "manifest build": 2.0, "env": 0.05, "list": 0.1}
 _SHARES |= {"selftest": 0.3, "verify": 0.2}
-_AMOUNTS = {("plan", "epochs"), ("compare", "epochs"), ("compare", "steps")}
+_AMOUNTS = {("plan", "epochs"), ("compare", "steps")}
 """Options that say how much work is wanted: a large number is none of a fault, and takes its time."""
 
 _WHOLE: tuple[str, ...] = (
@@ -195,10 +195,6 @@ _KNOWN = {
     "tokenizer": ("bytes", "tokenizer.json", "chat", "gpt2", "a/b", "texts.jsonl"),
     "image": ("a", "a b", "registry/x:1", "x@sha256:0"),
     "mount": ("claim:/data", "claim", ":/x", "c:relative", "c:/a:b"),
-    "request": ("cpu=32", "cpu", "cpu=x", "=1", "cpu=-1"),
-    "node_selector": ("a=b", "a", "=", "a=b=c"),
-    "rdma_resource": ("rdma/hca=1", "x", "rdma/hca=-1"),
-    "shm_size": ("64Gi", "x", "-1", "64"),
     "steps": ("0:2", "1:", ":1", "2:1", "a:b", "-1:3", "0:99999999999999999999"),
     "encoder_ranks": ("auto", "1", "3", "4", "0", "-1", "x"),
     "target": (
@@ -206,11 +202,8 @@ _KNOWN = {
         "scripts",
         "slurm",
         "trainjob",
-        "pytorchjob",
         "jobset",
-        "volcano",
         "skypilot",
-        "dstack",
         "ray",
         "kubernetes",
     ),

@@ -18,9 +18,8 @@ from fcp_cli.errors import FcpError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import METADATA_KEY
-from fcp_cli.planning import make_plan
-from fcp_cli.planning.make_plan import Journal
-from fcp_cli.planning.online_journal import OnlineJournal, length_columns
+from fcp_cli.planning import journal, make_plan
+from fcp_cli.planning.journal import PlanJournal, StreamJournal, length_columns
 from tests.cli.planning_folder import fcp, write_dataset
 from tests.fuzz import mutations
 from tests.fuzz.kind import Change, Kind, of_files, parquet, words_of
@@ -89,22 +88,25 @@ def _write_journals(folder: Path) -> None:
     """Write the journals of a long plan that was interrupted, and of a run that planned while it trained."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make_plan, "_JOURNAL_FROM_STEPS", 1)
-        patch.setattr(make_plan, "_ROWS_PER_PART", 4)
-        kept: Callable[..., None] = Journal.append
+        patch.setattr(journal, "_ROWS_PER_WINDOW", 4)
+        kept: Callable[..., None] = PlanJournal._append
+        windows = 0
 
-        def append(self: Journal, step: object) -> None:
-            kept(self, step)
-            if self._parts == 2:
+        def append(self: PlanJournal, *tables: pa.Table) -> None:
+            nonlocal windows
+            kept(self, *tables)
+            windows += 1
+            if windows == 2:
                 raise KeyboardInterrupt
 
-        patch.setattr(Journal, "append", append)
+        patch.setattr(PlanJournal, "_append", append)
         result = fcp(*words_of(_INTERRUPTED.removesuffix(" --resume")), cwd=folder)
         assert "continue with --resume" in result.stderr, result.stderr
     planner = Planner(folder / "profile.yaml", ranks=4, ranks_per_node=2, tokens_per_rank=8192)
     online = planner.online()
     (folder / "online.json").write_text(online.to_json())
     steps = list(PlanReader(folder / "plan.parquet").steps())
-    taken = OnlineJournal(folder / "online.parquet")
+    taken = StreamJournal(folder / "online.parquet")
     taken.begin(online.metadata, 0)
     taken.append(length_columns(read_manifest(folder / "dataset.parquet")), steps)
 
@@ -168,7 +170,6 @@ _ONLINE: dict[str, Change] = {
 _LONG: dict[str, Change] = {
     ".long.parquet.journal/000000.steps": mutations.of_records,
     ".long.parquet.journal/key": mutations.of_text,
-    ".long.parquet.journal/000001.steps": mutations.of_records,
 }
 
 KINDS: dict[str, Kind] = {

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from fcp_cli.launching.job import Cluster, Job
+from fcp_cli.launching.job import Job, Variable
 from fcp_cli.launching.request import ClusterOptions, Launcher
 from fcp_cli.launching.target_options import option_values
 from fcp_cli.launching.targets import TARGETS
@@ -30,6 +30,8 @@ def cluster_job(*, device: str = "cuda", num_nodes: int = 2, launcher: Launcher 
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         python="/shared/venv/bin/python",
         launcher=launcher,
+        directory=Path("/shared/my code"),
+        variables=(Variable(name="GLOO_SOCKET_IFNAME", value="", reason="each node's own", source="its route"),),
         hosts=tuple(f"10.0.0.{k + 1}" for k in range(num_nodes)),
     )
     options = ClusterOptions(
@@ -38,13 +40,7 @@ def cluster_job(*, device: str = "cuda", num_nodes: int = 2, launcher: Launcher 
         image="registry.example/fcp:1",
         mount=("shared:/shared",),
     )
-    cluster = Cluster(
-        name="qwen3-8b-001",
-        directory=Path("/shared/my code"),
-        interface_variables=("GLOO_SOCKET_IFNAME",),
-        values=option_values(options, TARGETS["trainjob"], made, Assumptions()),
-    )
-    return replace(made, cluster=cluster)
+    return replace(made, values=option_values(options, TARGETS["trainjob"], made, Assumptions()))
 
 
 class FakeCluster:

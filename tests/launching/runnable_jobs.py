@@ -24,5 +24,4 @@ def runnable(folder: Path, *, num_nodes: int = 2) -> Job:
     program.write_text(_NOTES)
     program.chmod(0o755)
     job = replace(cluster_job(device="cpu", num_nodes=num_nodes), python=str(program), processes_per_node=1)
-    assert job.cluster is not None
-    return replace(job, cluster=replace(job.cluster, directory=folder, values={**job.cluster.values, "setup": ()}))
+    return replace(job, directory=folder, values={**job.values, "setup": ()})

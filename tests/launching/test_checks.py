@@ -96,7 +96,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "node 0 has another address": ("cuda", {}, {"master_is_here": False}),
     "another node has node 0's address": ("cuda", {"node_rank": 1}, {}),
     "the port is in use": ("cuda", {}, {"port_problem": "in use by another process"}),
-    "the port is one of root's": ("cuda", {"master_port": 80}, {}),
     "the port is one of HCCL's": ("npu", {}, {"variables": {"HCCL_IF_BASE_PORT": "29490"}}),
     "a host is listed twice": ("cuda", {"hosts": ("10.0.0.1", "10.0.0.1")}, {}),
     "fewer hosts than nodes": ("cuda", {"hosts": ("10.0.0.1",)}, {}),
@@ -161,16 +160,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "few open files": ("cuda", {}, {"open_files": 256}),
     "a short time to connect": ("npu", {}, {"variables": {"HCCL_CONNECT_TIMEOUT": "120"}}),
     "a time to connect longer than a hang": ("npu", {}, {"variables": {"HCCL_EXEC_TIMEOUT": "600"}}),
-    "one hardware queue without Megatron's parallelism": (
-        "npu",
-        {"metadata": plan_metadata(sync="microbatch")},
-        {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}},
-    ),
-    "several hardware queues under tensor parallelism": (
-        "cuda",
-        {"metadata": plan_metadata(tensor_parallel=2, ranks_per_node=4)},
-        {"variables": {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}},
-    ),
     "a script of other tensor parallel ranks": (
         "cuda",
         {
@@ -238,9 +227,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "kernels that wait for each other": ("npu", {}, {"variables": {"ASCEND_LAUNCH_BLOCKING": "1"}}),
     "fewer visible devices than processes": ("npu", {}, {"variables": {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"}}),
-    "more threads than cores": ("cpu", SMALL, {"variables": {"OMP_NUM_THREADS": "8"}}),
     "torch_npu is not loaded": ("npu", {}, {"variables": {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}}),
     "CANN was not sourced": ("npu", {}, {"cann_home": None}),
     "CANN lacks HCCL": ("npu", {}, {"has_hccl": False}),
@@ -260,11 +247,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"program": ("train.py",), "arguments": ("--context-parallel-algo", "ulysses_cp_algo")},
         {},
     ),
-    "a sequence length that MindSpeed cannot cut": (
-        "npu",
-        {"program": ("train.py",), "arguments": ("--context-parallel-size=4", "--seq-length=1001")},
-        {},
-    ),
 }
 FINDINGS = snapshot(
     {
@@ -274,7 +256,6 @@ FINDINGS = snapshot(
         "node 0 has another address": "warning: --master-addr 10.0.0.1 is no address of node-a, but --node-rank 0 makes this node 0; give this machine's address, or the right --node-rank",
         "another node has node 0's address": "warning: --master-addr 10.0.0.1 is this machine, node-a, but --node-rank is 1; only node 0 has that address",
         "the port is in use": "error: --master-port 29500 of node-a is in use by another process; give all nodes another one, or find who has it with: ss -ltnp 'sport = :29500'",
-        "the port is one of root's": "warning: --master-port 80 is one that only root may use; give one from 1024 to 32767",
         "the port is one of HCCL's": "error: --master-port 29500 is one of HCCL's own: HCCL_IF_BASE_PORT=29490 takes 16 ports; give a --master-port outside 29490 to 29505",
         "a host is listed twice": "error: 10.0.0.1 is listed 2 times among the hosts; name each node once",
         "fewer hosts than nodes": "error: 1 hosts are listed for 2 nodes; list each node once",
@@ -303,8 +284,6 @@ FINDINGS = snapshot(
         "few open files": "warning: a process may open 256 files, but a rank of 16 may need 576; raise it with: ulimit -n 576",
         "a short time to connect": "warning: HCCL_CONNECT_TIMEOUT=120 s is short for ranks that load a model first; export at least 300, or unset it",
         "a time to connect longer than a hang": "warning: HCCL_CONNECT_TIMEOUT=1200 is above HCCL_EXEC_TIMEOUT=600: a slow start would be mistaken for a hang; export the second at least as large as the first",
-        "one hardware queue without Megatron's parallelism": "warning: CUDA_DEVICE_MAX_CONNECTIONS=1 puts a device's streams into one line, where rings, reductions and gathers wait for each other; only Megatron's tensor parallelism needs it: unset it",
-        "several hardware queues under tensor parallelism": "warning: CUDA_DEVICE_MAX_CONNECTIONS=8 breaks the order that Megatron overlaps in; export 1",
         "a script of other tensor parallel ranks": "error: the script has --tensor-model-parallel-size 2, but plan.parquet was made for 1; plan with --tensor-parallel 2, or launch the script with the plan's",
         "a Megatron script with settings of its own": (
             "error: the script has --global-batch-size 96, but plan.parquet was made for 8; plan with --global-batch-size 96, or launch the script with the plan's\n"
@@ -322,9 +301,7 @@ FINDINGS = snapshot(
         "a script whose layers make other virtual stages": "error: the script has --num-layers-per-virtual-pipeline-stage 4, which makes 4 virtual stages of the 32 layers on 2 stages, but plan.parquet was made for 2; plan with --virtual-stages 4, or launch the script with the plan's",
         "stages that share a node": "warning: plan.parquet counts 4 ranks per node, but 8 run on each of 2: its rings would cross nodes unseen; plan with --ranks-per-node 8",
         "stages of a mapping that spreads pipelines": "warning: plan.parquet counts 8 ranks per node, but 4 run on each of 2: its rings would cross nodes unseen; plan with --ranks-per-node 4",
-        "kernels that wait for each other": "warning: ASCEND_LAUNCH_BLOCKING=1 makes every kernel wait for the one before, so no hop is hidden; unset it",
         "fewer visible devices than processes": "error: ASCEND_RT_VISIBLE_DEVICES=0,1,2,3 shows 4 devices, but 8 processes run on this node; unset it, or plan for 4 ranks per node",
-        "more threads than cores": "warning: OMP_NUM_THREADS=8 x 8 ranks = 64 threads on 8 cores; unset it to let fcp share the cores",
         "torch_npu is not loaded": "warning: TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu; unset it, or import torch_npu in the script",
         "CANN was not sourced": "error: ASCEND_HOME_PATH is not set: CANN was not sourced; run: source /usr/local/Ascend/ascend-toolkit/set_env.sh",
         "CANN lacks HCCL": "error: libhccl.so is not found though ASCEND_HOME_PATH is /usr/local/Ascend/cann; run: source /usr/local/Ascend/ascend-toolkit/set_env.sh",
@@ -336,7 +313,6 @@ FINDINGS = snapshot(
         "no msrun": "error: msrun is neither next to this Python nor on PATH; it comes with MindSpore: pip install 'mindspore>=2.7' 'numpy<2' 'pyarrow<26'",
         "no pdsh for MindSpeed-MM": "warning: pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh",
         "Ulysses of MindSpeed": "error: --context-parallel-algo ulysses_cp_algo keeps the groups of its start, so no plan can change them; use megatron_cp_algo",
-        "a sequence length that MindSpeed cannot cut": "error: --seq-length 1001 is not divisible by 2 x --context-parallel-size 4, which MindSpeed demands at its start; use 1000",
     }
 )
 

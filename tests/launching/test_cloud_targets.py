@@ -1,19 +1,19 @@
-"""SkyPilot's, dstack's and Ray's files: what a node runs is what `fcp launch` would start there, word for word."""
+"""SkyPilot's and Ray's files: what a node runs is what `fcp launch` would start there, word for word."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from fcp_cli.errors import UsageError
 from fcp_cli.launching.target_options import _accelerator
 from fcp_cli.launching.targets import TARGETS, job_files
+from fcp_cli.util.console import Assumptions
 from tests.launching.cluster_jobs import cluster_job
 from tests.launching.jobs import plan_metadata
 from tests.launching.runnable_jobs import runnable
@@ -21,25 +21,17 @@ from tests.launching.runnable_jobs import runnable
 ADDRESS = "10.0.0.7"
 
 
-def script_of(target: str, text: str) -> str:
-    document: Any = yaml.safe_load(text)
-    return str(document["run"] if target == "skypilot" else document["commands"][0])
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("target", ["skypilot", "dstack"])
-def test_every_node_runs_its_part(tmp_path: Path, target: str) -> None:
+def test_every_node_of_skypilot_runs_its_part(tmp_path: Path) -> None:
     job = runnable(tmp_path)
-    (text,) = job_files(TARGETS[target], job).values()
+    (text,) = job_files(TARGETS["skypilot"], job).values()
     for rank in ("0", "1"):
         known = {
             "SKYPILOT_NODE_RANK": rank,
             "SKYPILOT_NODE_IPS": f"{ADDRESS}\n10.0.0.8",
-            "DSTACK_NODE_RANK": rank,
-            "DSTACK_MASTER_NODE_IP": ADDRESS,
             "PATH": "/usr/bin:/bin",
         }
-        subprocess.run(["bash", "-c", script_of(target, text)], env=known, check=True)
+        subprocess.run(["bash", "-c", yaml.safe_load(text)["run"]], env=known, check=True)
         check_heard(tmp_path, rank, job.arguments)
 
 
@@ -101,21 +93,18 @@ def test_ray_starts_one_command_on_each_of_different_nodes(tmp_path: Path) -> No
     assert failed.stdout.splitlines()[1:] == ["cancelled 1"]
 
 
-def test_accelerators_are_named_as_the_target_names_them() -> None:
-    job = cluster_job()
+def test_accelerators_are_named_as_skypilot_names_them() -> None:
+    assumed = Assumptions()
 
-    def named(target: str, cluster: str, given: str | None = None) -> str:
-        from dataclasses import replace
-
+    def named(target: str, cluster: str) -> str:
         profile = f"cluster: {cluster}\n"
-        return _accelerator(given, replace(job, target=target, metadata=plan_metadata(cost_profile=profile)))
+        return _accelerator(
+            replace(cluster_job(), target=target, metadata=plan_metadata(cost_profile=profile)), assumed
+        )
 
     assert named("skypilot", "a100-8x8") == "A100-80GB"
-    assert named("dstack", "a100-8x8") == "A100:80GB"
     assert named("skypilot", "h100-16x8") == "H100"
-    assert named("skypilot", "example-8x8", "L40S") == "L40S"
     assert named("ray", "example-8x8") == ""
-    with pytest.raises(UsageError, match="needs --accelerator: its name of the nodes' devices, as H100, which the"):
-        named("dstack", "example-8x8")
-    with pytest.raises(UsageError, match="--accelerator is 'x y'; it must be a name, as H100"):
-        named("dstack", "h100-8x8", "x y")
+    assert assumed.warnings == []
+    assert named("skypilot", "example-8x8") == ""
+    assert assumed.warnings == ["the plan does not name the nodes' devices; start with: sky launch --gpus NAME:8"]

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jsonschema
@@ -28,12 +29,11 @@ from tests.launching.msrun_options import parser
 HERE = Path(__file__).parent
 
 
-def on_cluster(*, namespace: str = "", **changed: Any) -> Job:
+def on_cluster(**changed: Any) -> Job:
     """Return the job with other values of its options."""
     job = cluster_job()
-    assert job.cluster is not None and changed.keys() <= job.cluster.values.keys()
-    cluster = replace(job.cluster, namespace=namespace, values={**job.cluster.values, **changed})
-    return replace(job, cluster=cluster)
+    assert changed.keys() <= job.values.keys()
+    return replace(job, values={**job.values, **changed})
 
 
 CASES = {
@@ -44,56 +44,50 @@ CASES = {
     "slurm-one-node": ("slurm", cluster_job(num_nodes=1)),
     "scripts-msrun": ("scripts", cluster_job(device="npu", launcher="msrun")),
     "slurm-msrun": ("slurm", cluster_job(device="npu", launcher="msrun")),
-    "volcano-msrun": ("volcano", cluster_job(device="npu", launcher="msrun")),
+    "trainjob-msrun": ("trainjob", cluster_job(device="npu", launcher="msrun")),
     "trainjob": ("trainjob", cluster_job()),
-    "trainjob-placed": (
-        "trainjob",
-        on_cluster(
-            namespace="training",
-            node_selector={"cloud.example/gpu": "h100"},
-            tolerations=(
-                {"key": "nvidia.com/gpu", "value": "", "effect": "NoSchedule"},
-                {"key": "team", "value": "llm", "effect": ""},
-            ),
-            secrets=({"variable": "WANDB_API_KEY", "secret": "wandb", "key": "token"},),
-            rdma_resource="rdma/hca",
-        ),
-    ),
+    "trainjob-placed": ("trainjob", cluster_job()),
     "skypilot": ("skypilot", on_cluster(accelerator="H100", image="")),
     "skypilot-image": ("skypilot", on_cluster(accelerator="A100-80GB", setup=())),
-    "dstack": ("dstack", on_cluster(accelerator="H100")),
     "ray": ("ray", cluster_job()),
     "ray-npu": ("ray", cluster_job(device="npu")),
-    "pytorchjob": ("pytorchjob", cluster_job()),
-    "pytorchjob-one-node": ("pytorchjob", cluster_job(num_nodes=1)),
-    "volcano": ("volcano", cluster_job()),
-    "volcano-npu": ("volcano", cluster_job(device="npu")),
     "slurm-container": (
         "slurm",
         on_cluster(srun_options=("--container-image=/images/my fcp.sqsh", "--container-mounts=/shared:/shared")),
     ),
-    "pytorchjob-rdma": (
-        "pytorchjob",
-        on_cluster(rdma_resource="rdma/hca_shared", rdma_count=8, host_network=True, shared_memory="64Gi"),
-    ),
     "jobset": ("jobset", cluster_job()),
-    "jobset-placed": (
-        "jobset",
-        on_cluster(
-            namespace="training",
-            requests={"cpu": "32", "memory": "256Gi"},
-            node_selector={"cloud.example/gpu": "h100"},
-            pull_secrets=("registry",),
-        ),
-    ),
-    "volcano-rdma": ("volcano", on_cluster(rdma_resource="nvidia.com/hostdev")),
+    "jobset-placed": ("jobset", cluster_job()),
+}
+
+
+# Templates of a site that place pods, as docs/how-to/kubernetes.md shows them.
+PLACED = {
+    "trainjob-placed": """{% extends "trainjob.yaml.j2" %}
+{% set node_selector = {"cloud.example/gpu": "h100"} %}
+{% set tolerations = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {"key": "team", "value": "llm"}] %}
+{% set secrets = [{"variable": "WANDB_API_KEY", "secret": "wandb", "key": "token"}] %}
+{% set rdma_resource = "rdma/hca" %}
+""",
+    "jobset-placed": """{% extends "jobset.yaml.j2" %}
+{% set requests = {"cpu": "32", "memory": "256Gi"} %}
+{% set node_selector = {"cloud.example/gpu": "h100"} %}
+{% set pull_secrets = ["registry"] %}
+{% set rdma_resource = "rdma/hca_shared" %}
+{% set rdma_count = 8 %}
+{% set host_network = true %}
+{% set shared_memory = "64Gi" %}
+""",
 }
 
 
 @cache
 def generated(case: str) -> dict[str, str]:
     target, job = CASES[case]
-    return {f"{case}-{name}": text for name, text in job_files(TARGETS[target], job).items()}
+    with TemporaryDirectory() as folder:
+        template = Path(folder, "site.yaml.j2") if case in PLACED else None
+        if template is not None:
+            template.write_text(PLACED[case])
+        return {f"{case}-{name}": text for name, text in job_files(TARGETS[target], job, template=template).items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -126,9 +120,7 @@ def test_every_script_is_bash_without_findings(name: str) -> None:
     assert checked.stdout == ""
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.startswith(("trainjob", "pytorchjob", "jobset", "volcano"))]
-)
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("trainjob", "jobset"))])
 def test_every_manifest_is_what_the_cluster_takes(case: str) -> None:
     target, job = CASES[case]
     (text,) = generated(case).values()
@@ -140,24 +132,19 @@ def test_every_manifest_is_what_the_cluster_takes(case: str) -> None:
     if target == "trainjob":
         (runtime,) = others
         assert spec["runtimeRef"]["name"] == runtime["metadata"]["name"] == document["metadata"]["name"]
-        assert runtime["metadata"].get("namespace") == document["metadata"].get("namespace")
         assert spec["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == job.num_nodes
-    elif target == "pytorchjob":
-        specs = spec["pytorchReplicaSpecs"].values()
-        assert sum(replica["replicas"] for replica in specs) == job.num_nodes
-        assert all(replica["template"] == spec["pytorchReplicaSpecs"]["Master"]["template"] for replica in specs)
-    elif target == "jobset":
+    else:
         (nodes,) = spec["replicatedJobs"]
         assert nodes["template"]["spec"]["completions"] == nodes["template"]["spec"]["parallelism"] == job.num_nodes
-    else:
-        assert spec["minAvailable"] == spec["tasks"][0]["replicas"] == job.num_nodes
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("volcano")])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("trainjob")])
 def test_msrun_s_parser_takes_what_a_node_of_a_cluster_runs(case: str) -> None:
     (text,) = generated(case).values()
-    (container,) = yaml.safe_load(text)["spec"]["tasks"][0]["template"]["spec"]["containers"]
-    words = [word.replace("$(VC_TASK_INDEX)", "1") for word in container["command"]]
+    runtime = next(iter(yaml.safe_load_all(text)))
+    (nodes,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = nodes["template"]["spec"]["template"]["spec"]["containers"]
+    words = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["command"]]
     command = words[words.index("--") + 1 :]
     if command[0] != "msrun":
         assert command[1:3] == ["-m", "torch.distributed.run"]
@@ -167,9 +154,10 @@ def test_msrun_s_parser_takes_what_a_node_of_a_cluster_runs(case: str) -> None:
 
 
 def test_a_schema_finds_a_misspelt_field() -> None:
-    document = yaml.safe_load(generated("pytorchjob")["pytorchjob-pytorchjob.yaml"])
-    document["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]["comand"] = ["x"]
-    schema = json.loads((HERE / "schemas" / "pytorchjob.json").read_text())
+    document = yaml.safe_load(generated("jobset")["jobset-jobset.yaml"])
+    (nodes,) = document["spec"]["replicatedJobs"]
+    nodes["template"]["spec"]["template"]["spec"]["containers"][0]["comand"] = ["x"]
+    schema = json.loads((HERE / "schemas" / "jobset.json").read_text())
     with pytest.raises(jsonschema.ValidationError, match="'comand' was unexpected"):
         jsonschema.Draft202012Validator(schema).validate(document)
 

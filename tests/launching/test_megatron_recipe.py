@@ -9,7 +9,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.cost.recipe import Recipe
-from fcp_cli.launching.commands import through_entry
+from fcp_cli.launching.program import through_entry
 from tests.launching.jobs import plan_metadata
 from tests.launching.test_checks import found
 

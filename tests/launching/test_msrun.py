@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.launching.commands import interpreter_name, node_argv, path_of_python, through_entry
+from fcp_cli.launching.commands import interpreter_name, node_argv, path_of_python
 from fcp_cli.launching.job import Job, join, variable
+from fcp_cli.launching.program import through_entry
 from tests.launching.jobs import local_job
 from tests.launching.msrun_options import OPTIONS, parser
 from tests.patience import PATIENCE_SECONDS

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.commands import is_mindspore_script
+from fcp_cli.launching.program import is_mindspore_script
 from fcp_cli.util.machine import find_machine_without_torch
 from tests.forked_ranks import shared_by_scripts
 from tests.patience import PATIENCE_SECONDS, wait_until

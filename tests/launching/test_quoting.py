@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,13 @@ class Probe:
         here = self.folder / "it's a folder"
         here.mkdir(exist_ok=True)
         job = cluster_job(device="cpu")
-        assert job.cluster is not None
         return replace(
             job,
             python=str(self.folder / "bin" / "probe"),
             arguments=tuple(arguments),
             environment={"NOTE": note},
-            cluster=replace(job.cluster, directory=here, values={**job.cluster.values, "setup": ()}),
+            directory=here,
+            values={**job.values, "setup": ()},
         )
 
     def heard(self) -> tuple[list[str], str, str]:
@@ -100,21 +99,21 @@ def test_every_argument_goes_through_the_scripts_and_a_real_bash(probe: Probe, t
         words, heard_note, here = probe.heard()
         assert words[words.index("fcp_cli.training.train") + 1 :] == arguments
         assert heard_note == note
-        assert here.rstrip("\n") == str(job.cluster and job.cluster.directory)
+        assert here.rstrip("\n") == str(job.directory)
 
     check()
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("target", ["pytorchjob", "volcano"])
+@pytest.mark.parametrize("target", ["trainjob", "jobset"])
 @given(arguments=WORDS, note=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20))
 @example(arguments=AWKWARD, note="\n".join(AWKWARD))
 @settings(max_examples=20)
 def test_every_argument_goes_through_a_manifest(target: str, arguments: list[str], note: str) -> None:
     job = replace(cluster_job(), arguments=tuple(arguments), environment={"NOTE": note})
     (text,) = job_files(TARGETS[target], job).values()
-    for container in _containers(yaml.safe_load(text)):
-        environment = {"RANK": "3", "MASTER_ADDR": "host", "VC_TASK_INDEX": "3"}
+    for container in _containers(next(iter(yaml.safe_load_all(text)))):
+        environment = {"JOB_COMPLETION_INDEX": "3"}
         words = [_kubernetes_expanded(word, environment) for word in container["command"]]
         assert words[words.index("fcp_cli.training.train") + 1 :] == arguments
         assert "--node-rank=3" in words
@@ -122,10 +121,11 @@ def test_every_argument_goes_through_a_manifest(target: str, arguments: list[str
         assert values["NOTE"] == note
 
 
-def _containers(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _containers(document: dict[str, Any]) -> list[dict[str, Any]]:
     spec = document["spec"]
-    for part in [*spec.get("pytorchReplicaSpecs", {}).values(), *spec.get("tasks", ())]:
-        yield from part["template"]["spec"]["containers"]
+    (nodes,) = (spec["template"]["spec"] if "template" in spec else spec)["replicatedJobs"]
+    containers: list[dict[str, Any]] = nodes["template"]["spec"]["template"]["spec"]["containers"]
+    return containers
 
 
 def _kubernetes_expanded(word: str, environment: dict[str, str]) -> str:

@@ -61,15 +61,6 @@ def test_skypilot_reads_the_task(case: str) -> None:
         sky.Task.from_yaml_config({**yaml.safe_load(text), "num_node": 2})
 
 
-def test_dstack_reads_the_task() -> None:
-    configurations = pytest.importorskip("dstack._internal.core.models.configurations", reason=f"dstack {_HOW}")
-    (text,) = generated("dstack").values()
-    task = configurations.parse_run_configuration(yaml.safe_load(text))
-    assert (task.nodes, task.resources.gpu.name, task.resources.gpu.count.min) == (2, ["H100"], 8)
-    with pytest.raises(Exception, match="node"):
-        configurations.parse_run_configuration({**yaml.safe_load(text), "node": 2})
-
-
 @pytest.mark.processes
 def test_ray_runs_a_node_s_command_on_a_cluster_of_one(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason=f"ray {_HOW}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.launching.trainer_settings import recorded_settings
+from fcp_cli.launching.resolve import recorded_settings
 from fcp_cli.training.settings import TrainSettings
 
 RECORD = Path("runs/tiny-001/launch.json")

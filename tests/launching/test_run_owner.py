@@ -13,6 +13,7 @@ import pytest
 from fcp_cli.cli.launch import owned_job
 from fcp_cli.launching.job import Job
 from fcp_cli.launching.request import LaunchRequest
+from fcp_cli.launching.resolve import Claim
 from fcp_cli.runs.owner import Ownership, own, read_owner
 from fcp_cli.runs.run_dir import next_run_dir
 from tests.launching.jobs import local_job
@@ -143,30 +144,33 @@ def test_a_launch_whose_number_another_has_just_taken_gets_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    seen: list[Path] = []
     others: list[Ownership] = []
 
-    def resolve(options: LaunchRequest) -> Job:
-        seen.append(next_run_dir("script").absolute())
-        if len(seen) == 1:  # another launch, between the choice of the number and its use
-            others.append(own(seen[0]))
-        return local_job(run_dir=seen[-1])
+    def next_but_taken(name: str) -> Path:
+        found = next_run_dir(name)
+        if not others:  # another launch, between the choice of the number and its use
+            others.append(own(found))
+        return found
 
+    def resolve(options: LaunchRequest, claim: Claim) -> Job:
+        return local_job(run_dir=claim(None, "script").absolute())
+
+    monkeypatch.setattr("fcp_cli.runs.run_dir.next_run_dir", next_but_taken)
     with owned_job(LaunchRequest(program=("script.py",)), resolve) as (job, _):
         assert job.run_dir.name == "script-002"
         assert (job.run_dir / "owner.json").is_file()
-    assert [path.name for path in seen] == ["script-001", "script-002"]
     others[0].release()
+    assert list((tmp_path / "runs").glob("*")) == []
 
 
-def test_a_named_folder_that_another_job_made_meanwhile_is_looked_at_again(tmp_path: Path) -> None:
+def test_a_named_folder_is_owned_before_it_is_read(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    resolved: list[bool] = []
+    owned: list[bool] = []
 
-    def resolve(options: LaunchRequest) -> Job:
-        resolved.append(run_dir.exists())
-        run_dir.mkdir(exist_ok=True)
+    def resolve(options: LaunchRequest, claim: Claim) -> Job:
+        owned.append((claim(options.run_dir, "") / "owner.json").is_file())
         return local_job(run_dir=run_dir)
 
     with owned_job(LaunchRequest(run_dir=run_dir), resolve):
-        assert resolved == [False, True]
+        assert owned == [True]
+    assert not run_dir.exists()

@@ -19,7 +19,7 @@ def node(job):
 TARGET = Target(
     template="job.pbs",
     folder=Path(__file__).parent,
-    options=frozenset({"job_name"}),
+    options=frozenset({"setup"}),
     node=node,
     start=lambda folder: ("qsub", str(folder / "job.pbs")),
 )
@@ -47,7 +47,7 @@ def with_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, **na
 def test_an_installed_package_adds_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_target(tmp_path, monkeypatch, PBS)
     assert "pbs" in fcp("list", "targets", cwd=tmp_path).stdout.split()
-    status, script, said = launch(tmp_path, "--target", "pbs", "--job-name", "mine", "--dry-run")
+    status, script, said = launch(tmp_path, "--target", "pbs", "--run-dir", "runs/mine", "--dry-run")
     assert status == 0, said
     assert script.startswith("#PBS -N mine\n#PBS -l select=2\n")
     assert '-m fcp_cli.launching.node \\\n        --node-rank="$PBS_NODENUM" ' in script

@@ -16,7 +16,7 @@ from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
 from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.supervise import JobOutcome
-from fcp_cli.launching.target_options import _given, _parts, _secret, choose_target, read_hostfile
+from fcp_cli.launching.target_options import choose_target, given_variables, read_hostfile
 from fcp_cli.launching.targets import TARGETS, job_files, job_name, submit, template_values, write_files, yaml_scalar
 from tests.launching.cluster_jobs import FakeCluster, cluster_job
 
@@ -26,8 +26,7 @@ def test_the_options_tell_the_target() -> None:
     assert choose_target(ClusterOptions(hostfile=Path("hosts"))) == "scripts"
     assert choose_target(ClusterOptions(sbatch_option=("--partition=gpu",))) == "slurm"
     assert choose_target(ClusterOptions(image="fcp:1")) == "trainjob"
-    assert choose_target(ClusterOptions(image="fcp:1", target="pytorchjob")) == "pytorchjob"
-    assert choose_target(ClusterOptions(image="fcp:1", target="volcano")) == "volcano"
+    assert choose_target(ClusterOptions(image="fcp:1", target="jobset")) == "jobset"
 
 
 def test_a_hostfile_takes_comments_and_slots(tmp_path: Path) -> None:
@@ -101,12 +100,12 @@ def test_a_template_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         job_files(TARGETS["slurm"], cluster_job(), template=tmp_path / "no.j2")
 
 
-def test_files_are_not_overwritten_unless_forced(tmp_path: Path) -> None:
+def test_files_are_not_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "job"
     files = {"a": "1", "b": "2"}
     write_files(folder, files, overwrite=False)
     (folder / "a").unlink()
-    with pytest.raises(FcpError, match=r"/b is there already; replace it with --force"):
+    with pytest.raises(FcpError, match=r"/b is there already; remove it, or choose"):
         write_files(folder, files, overwrite=False)
     assert not (folder / "a").exists()  # nothing is half-written
     write_files(folder, {"b": "3"}, overwrite=True)
@@ -250,7 +249,11 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path, capfd:
 
 def test_variables_that_are_given_join_the_job_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", "/hub $x")
-    assert _given(("HF_HOME", "A=b=c", "EMPTY="), os.environ) == {"HF_HOME": "/hub $x", "A": "b=c", "EMPTY": ""}
+    assert given_variables(("HF_HOME", "A=b=c", "EMPTY="), os.environ) == {
+        "HF_HOME": "/hub $x",
+        "A": "b=c",
+        "EMPTY": "",
+    }
 
 
 @pytest.mark.parametrize(
@@ -263,21 +266,5 @@ def test_variables_that_are_given_join_the_job_s(monkeypatch: pytest.MonkeyPatch
 )
 def test_a_variable_that_cannot_be_meant_is_one_line(words: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        _given((words,), {})
+        given_variables((words,), {})
     assert str(error.value) == message
-
-
-def test_secrets_and_tolerations_are_as_kubernetes_names_them() -> None:
-    assert _secret("TOKEN=team.wandb:api_key") == {"variable": "TOKEN", "secret": "team.wandb", "key": "api_key"}
-    assert _parts("--toleration", "nvidia.com/gpu:NoSchedule") == {
-        "key": "nvidia.com/gpu",
-        "value": "",
-        "effect": "NoSchedule",
-    }
-    assert _parts("--toleration", "team=llm") == {"key": "team", "value": "llm", "effect": ""}
-    for text in ("TOKEN", "TOKEN=secret", "TOKEN=-x:y", "TOKEN=a:b/c", "TOKEN=a:b\nc"):
-        with pytest.raises(UsageError, match="it must be NAME=SECRET:KEY, as WANDB_API_KEY=wandb:token"):
-            _secret(text)
-    for text in ("a b", "gpu:Sometimes", "gpu=", "gpu=x y", "gpu:", "=x"):
-        with pytest.raises(UsageError, match=r"it must be KEY\[=VALUE\]\[:EFFECT\]"):
-            _parts("--toleration", text)

@@ -15,26 +15,26 @@ from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.manifest import build as build_module
 from fcp_cli.manifest.build import build_manifest
 from fcp_cli.manifest.read import read_manifest
-from fcp_cli.manifest.sources import RowBatch
+from fcp_cli.manifest.sources import RowBatch, Source
 from tests import messages
 from tests.cli.planning_folder import fcp
 from tests.manifest.datasets import build, write_jsonl, write_parquet, write_tree
 
 
-class Rows:
+class Rows(Source):
     """A source of `batches` batches of four rows; after the last one it raises `error`."""
 
-    units = None
+    files = ()
 
     def __init__(self, batches: int, error: BaseException | None = None) -> None:
-        self.count = batches
+        self._batches = batches
         self.error = error
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "test", "path": "/data"}
 
     def batches(self) -> Iterator[RowBatch]:
-        for start in range(0, 4 * self.count, 4):
+        for start in range(0, 4 * self._batches, 4):
             ids = np.arange(start, start + 4)
             yield RowBatch(rows=pa.record_batch({"id": ids, "length": ids + 1}), done=4)
         if self.error is not None:

@@ -18,11 +18,12 @@ from fcp_cli.manifest.detect import detect_kind
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.manifest.table import manifest_source
 from fcp_cli.manifest.tokens import open_tokens
+from fcp_cli.util.templates import ChatToRender, Renderer
 from tests.manifest.chat_checkpoint import CHATML, THOROUGH, write_checkpoint
 from tests.manifest.datasets import build, write_arrow, write_jsonl, write_parquet
 from tests.messages import raises
 
-pytestmark = [pytest.mark.hf, pytest.mark.torch]
+pytestmark = [pytest.mark.hf, pytest.mark.torch, pytest.mark.processes]
 
 # Shows the thoughts of the last turn alone, as templates of thinking models do.
 THINKING = (
@@ -125,10 +126,11 @@ def test_a_template_renders_as_transformers_renders_it(
 ) -> None:
     from transformers import AutoTokenizer
 
-    encoder = ChatEncoder(write_checkpoint(tmp_path, THOROUGH), "all")
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(write_checkpoint(tmp_path, THOROUGH))
     expected = tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompts)
-    assert encoder._template(turns, tools, "here", prompts=prompts) == expected
+    values = {"messages": turns, "tools": tools, "add_generation_prompt": prompts}
+    ((text, _),) = Renderer().render([ChatToRender(tokenizer.chat_template, tokenizer.special_tokens_map | values)])
+    assert text == expected
 
 
 def test_a_folder_without_a_template_says_what_is_missing(tmp_path: Path) -> None:
@@ -146,18 +148,19 @@ def test_a_folder_without_a_template_says_what_is_missing(tmp_path: Path) -> Non
     [
         (
             '{{ "a" * 10**10 }}',
-            "it makes a text or list of more than 2,003,712 characters",
+            "it takes more than 1,024 MiB of memory",
         ),
         (
             "{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}",
-            "it takes too much work: loops too often, or over too much text",
+            "it takes more than 1 s of CPU time",
         ),
-        ("{{ lipsum.__globals__ }}", "'lipsum' is undefined"),
+        ("{{ lipsum.__globals__.os }}", "access to attribute '__globals__' of 'function' object is unsafe."),
         ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe."),
     ],
 )
 def test_a_hostile_template_of_a_checkpoint_is_one_line(tmp_path: Path, template: str, reason: str) -> None:
     encoder = ChatEncoder(write_checkpoint(tmp_path, template), "all")
+    encoder._renderer = Renderer(cpu_seconds=1)
     with raises(
         f"ManifestError: here: the chat template of {tmp_path} fails: {reason}".replace(str(tmp_path), "FOLDER")
     ):

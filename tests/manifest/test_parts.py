@@ -16,7 +16,7 @@ from inline_snapshot import snapshot
 from fcp_cli.manifest import text
 from fcp_cli.manifest.build import CountedByWorkers, MergedParts, build_manifest, divisible, write_part
 from fcp_cli.manifest.detect import SourceOptions, detect_kind, open_source
-from fcp_cli.manifest.sources import WHOLE, DivisibleSource, Part, RowBatch, Source
+from fcp_cli.manifest.sources import WHOLE, Part, RowBatch, Source
 from fcp_cli.manifest.tokenizer import ByteTokenizer
 from fcp_cli.util import pool
 from tests.cli.planning_folder import fcp
@@ -26,11 +26,11 @@ from tests.messages import raises
 TEXTS = [{"text": "a b " * (n % 17), "seen": n % 17 if n % 3 else None} for n in range(200)]
 
 
-def opened(source: Path, **options: Any) -> DivisibleSource:
+def opened(source: Path, **options: Any) -> Source:
     return divisible(open_source(source, detect_kind(source), SourceOptions(**options)))
 
 
-def merged(source: DivisibleSource, folder: Path, count: int) -> bytes:
+def merged(source: Source, folder: Path, count: int) -> bytes:
     """Write every part to a file of its own and merge them, the last one first."""
     paths = [folder / f"part-{index}.parquet" for index in range(count)]
     for index, path in enumerate(paths):

@@ -22,7 +22,7 @@ from tests.manifest.picture_checkpoint import Family, odd_sizes, picture, png, p
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.processes]
 
 FAMILIES: tuple[Family, ...] = ("qwen3_vl", "qwen2_5_vl", "internvl", "gemma4")
 

@@ -17,6 +17,7 @@ from fcp_cli.plan.file import PlanReader, schema_of
 from fcp_cli.plan.metadata import METADATA_KEY, PlanHasher, PlanMetadata, Sync
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import PlanInputs
 from tests.planning.examples import example_problem, long_tail
 
@@ -48,8 +49,8 @@ def _make(path: Path, sync: Sync, table: LengthTable, settings: dict[str, Any]) 
             table=table,
             problem=example_problem(sync, tokens_per_rank=8192),
             settings=BatchSettings(**{"global_batch_size": 20, "epochs": 2, **settings}),
+            request=PlanRequest(solver="fcp-paper"),
         ),
-        solver_name="fcp-paper",
     )
 
 

@@ -12,6 +12,7 @@ from fcp_cli.plan.pricing import step_prices
 from fcp_cli.plan.setup import PlanSetup
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import PlanInputs
 from tests.plan.steps import Row, make_step
 from tests.planning.examples import example_problem, long_tail
@@ -59,8 +60,7 @@ def test_a_plan_states_bit_by_bit_what_its_own_rows_cost(tmp_path: Path, padding
     settings = BatchSettings(global_batch_size=20)
     make_plan(
         tmp_path / "plan.parquet",
-        PlanInputs(table=table, problem=problem, settings=settings),
-        solver_name="fcp-paper",
+        PlanInputs(table=table, problem=problem, settings=settings, request=PlanRequest(solver="fcp-paper")),
     )
     for step in PlanReader(tmp_path / "plan.parquet").steps():
         seconds = step_prices(step, problem, profile=problem.profile, manifest=table).seconds

@@ -11,8 +11,8 @@ from fcp_cli.cost.profile import parse_cost_profile
 from fcp_cli.cost.recipe import Recipe, RecipeRequest
 from fcp_cli.memory.fitting import JobRanks
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.planning.continuation import continued_recipe
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.recipe import continued_recipe
 from fcp_cli.report.profiles import memory_sentence, planned_memory
 from fcp_cli.util.console import Assumptions
 from tests.launching.jobs import plan_metadata

@@ -18,11 +18,12 @@ from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import pack_rows, unpack_rows
 from fcp_cli.planning.batches import BatchSettings
-from fcp_cli.planning.continuation import remaining_steps, settings_of
+from fcp_cli.planning.continuation import remaining_steps, resolve_continuation, settings_of
 from fcp_cli.planning.encoder_balance import set_aside
 from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.settings import PlanInputs, resolve_continuation
+from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.runs.trained_run import TrainedRun
 from fcp_cli.util.console import Assumptions
 from tests.plan.plans import rewritten, small_plan
 from tests.planning.examples import example_problem, long_tail
@@ -43,8 +44,8 @@ def continued(
             problem=example_problem(reader.metadata.sync, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank),
             settings=settings_of(reader.metadata),
             remaining=remaining_steps(reader, first_step),
+            request=PlanRequest(solver="fcp-paper"),
         ),
-        solver_name="fcp-paper",
     )
     return path
 
@@ -78,11 +79,11 @@ def test_that_ranks_no_longer_encode_alone_is_said(tmp_path: Path) -> None:
         table=table,
         problem=set_aside(example_problem("microbatch"), 2),
         settings=BatchSettings(global_batch_size=15),
+        request=PlanRequest(solver="static"),
     )
-    make_plan(plan, inputs, solver_name="static")
-    rest = resolve_continuation(
-        PlanRequest(ranks=12), assumptions, plan=plan, first_step=1, manifest=manifest, length_column="length"
-    )
+    make_plan(plan, inputs)
+    run = TrainedRun(plan=plan, first_step=1, manifest=manifest, length_column="length", model="")
+    rest = resolve_continuation(PlanRequest(ranks=12), run, assumptions)
     assert (rest.problem.num_ranks, rest.problem.encoder_ranks, rest.problem.encoder_balance) == (12, None, "wave")
     assert assumptions.assumed["--encoder-ranks"] == "none (the run had 2; now all ranks encode)"
 

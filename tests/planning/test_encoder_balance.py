@@ -17,6 +17,7 @@ from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.compare import colocated, encoder_placements
 from fcp_cli.planning.encoder_balance import balanced_encoder, with_encoder_ranks
 from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, problem_of
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.util.console import Assumptions
@@ -45,12 +46,12 @@ def problem_over(balance: str | None) -> Problem:
 def test_over_the_wave_each_micro_batch_waits_for_an_even_share_of_its_waves_pictures(tmp_path: Path) -> None:
     table, plan = with_pictures(), tmp_path / "plan.parquet"
     inputs = PlanInputs(table=table, problem=problem_over("wave"), settings=SETTINGS)
-    make_plan(plan, inputs, solver_name="fcp")
+    make_plan(plan, inputs)
     reader = PlanReader(plan)
     assert reader.metadata.encoder_balance == "wave"
     assert list(check_plan(plan, manifest=table)) == []
     step = next(iter(reader.steps()))
-    make_plan(tmp_path / "text", replace(inputs, table=long_tail()), solver_name="fcp")
+    make_plan(tmp_path / "text", replace(inputs, table=long_tail()))
     text = next(iter(PlanReader(tmp_path / "text").steps()))
     assert np.array_equal(step.sequences, text.sequences)  # packs are those of the language model alone
     assert table.vision_patches is not None
@@ -64,7 +65,8 @@ def test_ranks_that_only_encode_hold_no_sequences(tmp_path: Path) -> None:
     batches = GlobalBatches(table, problem_over(None), replace(SETTINGS, global_batch_size=200))
     problem = with_encoder_ranks(batches, "4", Assumptions())
     assert (problem.num_ranks, problem.encoder_ranks, problem.all_ranks) == (12, 4, 16)
-    make_plan(plan, PlanInputs(table=table, problem=problem, settings=batches.settings), solver_name="static")
+    request = PlanRequest(solver="static")
+    make_plan(plan, PlanInputs(table=table, problem=problem, settings=batches.settings, request=request))
     metadata = PlanReader(plan).metadata
     assert (metadata.num_ranks, metadata.encoder_ranks) == (16, 4)
     assert problem_of(metadata, name="plan") == problem
@@ -140,7 +142,8 @@ def test_placements_of_the_encoder_are_compared() -> None:
 def test_a_plan_over_waves_without_waves_is_found(tmp_path: Path) -> None:
     plan = tmp_path / "plan.parquet"
     inputs = PlanInputs(table=with_pictures(), problem=problem_over("wave"), settings=SETTINGS)
-    make_plan(plan, replace(inputs, problem=replace(problem_over(None), sync="iteration")), solver_name="static")
+    problem = replace(problem_over(None), sync="iteration")
+    make_plan(plan, replace(inputs, problem=problem, request=PlanRequest(solver="static")))
     assert list(check_plan(plan)) == []
     metadata = replace(PlanReader(plan).metadata, encoder_balance="wave")
     with plan_writer(tmp_path / "edited", metadata) as writer:

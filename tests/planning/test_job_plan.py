@@ -17,8 +17,7 @@ from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file import PlanReader, steps_bytes
 from fcp_cli.plan.metadata import JobFacts, PlanMetadata, PlanningWish
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning import job_plan, settings
-from fcp_cli.planning import make_plan as making
+from fcp_cli.planning import job_plan, journal, settings
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
 from fcp_cli.planning.job_plan import JobPlanner, packed_step, padded_seconds
 from fcp_cli.planning.make_plan import make_plan, plan_step
@@ -183,7 +182,7 @@ def test_steps_are_planned_as_they_are_asked_for_and_the_whole_plan_is_that_of_f
         ),
         Assumptions(),
     )
-    whole = make_plan(tmp_path / "again/plan.parquet", inputs, solver_name="fcp")
+    whole = make_plan(tmp_path / "again/plan.parquet", inputs)
 
     steps = list(PlanReader(tmp_path / "plan.parquet").steps())
     assert steps_bytes(steps) == steps_bytes(list(PlanReader(tmp_path / "again/plan.parquet").steps()))
@@ -194,7 +193,7 @@ def test_steps_are_planned_as_they_are_asked_for_and_the_whole_plan_is_that_of_f
 def test_a_job_that_was_killed_continues_from_the_steps_that_its_journal_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "_ROWS_PER_PART", 1)
+    monkeypatch.setattr(journal, "_ROWS_PER_WINDOW", 1)
     killed = JobPlanner(tmp_path / "plan.parquet", JOB, PlanningWish(), LENGTHS)
     first = killed.plan(0, 4)
     planned: list[int] = []
@@ -285,7 +284,7 @@ def test_a_job_measures_its_first_steps_and_plans_the_others_by_these_times(tmp_
 def test_a_killed_job_plans_its_steps_by_the_same_times_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "_ROWS_PER_PART", 6)
+    monkeypatch.setattr(journal, "_ROWS_PER_WINDOW", 6)
     job, path = replace(JOB, epochs=4), tmp_path / "plan.parquet"
     killed = JobPlanner(path, job, PlanningWish(), LENGTHS)
     killed.refit(timings(killed, range(1, 8), 3.0))

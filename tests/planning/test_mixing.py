@@ -15,6 +15,7 @@ from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import Mixture, MixtureSource, MixtureStage
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, read_mixture
 from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.runtime.cursor import mixed_fetch
 from tests.planning.examples import example_problem
@@ -59,6 +60,7 @@ def inputs_of(words: list[str], **changes: object) -> PlanInputs:
         table=table,
         problem=example_problem(),
         settings=BatchSettings(mixture=mixed, **given),  # type: ignore[arg-type]
+        request=PlanRequest(solver="static"),
     )
 
 
@@ -82,7 +84,7 @@ def test_weights_change_from_their_step_on_and_earlier_steps_stay(two: tuple[Pat
 
 def test_a_mixture_is_planned_soundly_and_rows_name_their_source(tmp_path: Path, two: tuple[Path, Path]) -> None:
     inputs = inputs_of([f"{two[0]}:3", f"{two[1]}:1"])
-    plans = [make_plan(tmp_path / f"{i}.parquet", inputs, solver_name="static").metadata for i in range(2)]
+    plans = [make_plan(tmp_path / f"{i}.parquet", inputs).metadata for i in range(2)]
     assert plans[0].plan_hash == plans[1].plan_hash
     assert not list(check_plan(tmp_path / "0.parquet", manifest=inputs.table))
     fetch = mixed_fetch(tmp_path / "0.parquet", lambda source, row: (source, row))
@@ -103,7 +105,7 @@ def test_the_check_finds_a_step_with_other_shares(tmp_path: Path, two: tuple[Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GlobalBatches, "_sequences", swapped)
-        make_plan(tmp_path / "plan.parquet", inputs, solver_name="static")
+        make_plan(tmp_path / "plan.parquet", inputs)
     assert "where their weights make [6, 2]" in str(next(check_plan(tmp_path / "plan.parquet")))
 
 

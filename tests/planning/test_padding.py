@@ -20,6 +20,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.continuation import remaining_steps, settings_of
 from fcp_cli.planning.make_plan import make_plan, plan_step
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, problem_of
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.planning.solvers import make_solver, solver_names, works_under
@@ -114,9 +115,9 @@ def padded_plan(path: Path, *, num_ranks: int = 16, **continued: Any) -> Path:
             table=TABLE,
             problem=padded_problem("iteration", num_ranks=num_ranks, ranks_per_node=4, budget=8192, multiple=4),
             settings=BatchSettings(global_batch_size=20, epochs=2),
+            request=PlanRequest(solver="static"),
             **continued,
         ),
-        solver_name="static",
     )
     return path
 

@@ -18,6 +18,7 @@ from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.candidates import make_solver
 from fcp_cli.planning.groups import most_peers, needs_whole_nodes
 from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import PlanInputs
 from tests.messages import raises
 from tests.plan.counted_peers import count_peers, plan_peers
@@ -102,9 +103,10 @@ def test_two_limits_at_once_are_refused() -> None:
 
 def test_a_plan_states_its_limit_and_a_check_proves_it(tmp_path: Path) -> None:
     batches = four_steps("microbatch", num_ranks=24, ranks_per_node=4)
-    inputs = PlanInputs(table=batches.table, problem=batches.problem, settings=batches.settings)
+    request = PlanRequest(max_peers=8)
+    inputs = PlanInputs(table=batches.table, problem=batches.problem, settings=batches.settings, request=request)
     plan = tmp_path / "plan.parquet"
-    result = make_plan(plan, inputs, solver_name="fcp", max_peers=8)
+    result = make_plan(plan, inputs)
     assert result.metadata.solver_options == {"max_peers": 8}
     assert result.summary.peers is not None
     assert result.summary.peers.most == plan_peers(plan).most <= 8

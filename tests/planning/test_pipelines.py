@@ -46,9 +46,12 @@ def pipelined(sync: Sync = "iteration", *, stages: int = 4, virtual_stages: int 
 
 def planned(path: Path, problem: Problem, solver: str = "fcp") -> Path:
     inputs = PlanInputs(
-        table=long_tail(60), problem=problem, settings=BatchSettings(global_batch_size=63, shuffle=False)
+        table=long_tail(60),
+        problem=problem,
+        settings=BatchSettings(global_batch_size=63, shuffle=False),
+        request=PlanRequest(solver=solver),
     )
-    make_plan(path, inputs, solver_name=solver)
+    make_plan(path, inputs)
     return path
 
 

@@ -38,16 +38,14 @@ def inputs_of(
     folder: Path,
     *,
     lengths: list[int] | None = None,
-    max_degree: int | None = None,
     assumptions: Assumptions | None = None,
-    as_needed: bool = True,
     **options: Any,
 ) -> PlanInputs:
     path = folder / "lengths.parquet"
     pq.write_table(pa.table({"length": long_tail(40).length_tokens if lengths is None else lengths}), path)
     common = {"manifest": path, "model": "qwen3-8b", "cluster": "h100", "ranks": 16, "global_batch_size": 32}
     request = PlanRequest(**{**common, **options})
-    return resolve(request, assumptions or Assumptions(), max_degree=max_degree, as_needed=as_needed)
+    return resolve(request, assumptions or Assumptions())
 
 
 def candidates_of(inputs: PlanInputs) -> Iterator[RecipeCandidate]:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from fcp_cli.errors import FcpError, Interrupted
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.file import steps_from_arrow, steps_to_arrow
 from fcp_cli.plan.step import StepPlan
+from fcp_cli.planning import journal
 from fcp_cli.planning import make_plan as making
 from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.journal import PlanJournal
 from fcp_cli.planning.make_plan import PlanResult, make_plan
 from fcp_cli.planning.problem import Batch, Problem, Solver
 from fcp_cli.planning.settings import PlanInputs
-from fcp_cli.util.files import replaced_atomically
 from fcp_cli.util.records import read_records, table_content, table_of_content, write_record
 from tests.planning.examples import example_problem
 
@@ -41,7 +42,6 @@ def make(
             problem=example_problem(num_ranks=8, tokens_per_rank=8192),
             settings=BatchSettings(global_batch_size=32, seed=seed),
         ),
-        solver_name="fcp",
         on_step=on_step,
         workers=workers,
         resume=resume,
@@ -50,9 +50,9 @@ def make(
 
 @pytest.fixture
 def small_journal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep a journal of every plan, in parts of a few steps."""
+    """Keep a journal of every plan, in windows of a few steps."""
     monkeypatch.setattr(making, "_JOURNAL_FROM_STEPS", 1)
-    monkeypatch.setattr(making, "_ROWS_PER_PART", 50)
+    monkeypatch.setattr(journal, "_ROWS_PER_WINDOW", 50)
 
 
 @pytest.fixture
@@ -88,14 +88,14 @@ def test_a_plan_interrupted_twice_leaves_no_file_and_goes_on_to_the_same_plan(in
 def test_a_plan_interrupted_as_its_first_steps_reach_the_disk_can_be_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def interrupted_behind(path: Path) -> Iterator[Path]:
-        with replaced_atomically(path) as temporary:
-            yield temporary
+    kept: Callable[..., None] = PlanJournal._append
+
+    def interrupted_behind(self: PlanJournal, *tables: pa.Table) -> None:
+        kept(self, *tables)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(making, "replaced_atomically", interrupted_behind)
+        patch.setattr(PlanJournal, "_append", interrupted_behind)
         with pytest.raises(Interrupted, match=r"continue with --resume$"):
             make(tmp_path / "plan.parquet")
     resumed = make(tmp_path / "plan.parquet", resume=True)
@@ -122,18 +122,26 @@ def test_resuming_takes_kept_steps_from_the_journal(interrupted: Path, monkeypat
 def test_a_journal_of_other_inputs_or_that_is_damaged_is_refused(interrupted: Path) -> None:
     with pytest.raises(FcpError, match="begun with another manifest, cost profile or options"):
         make(interrupted, seed=1, resume=True)
-    (interrupted.parent / ".plan.parquet.journal" / "000000.steps").write_bytes(b"and then nothing")
-    with pytest.raises(FcpError, match=r"000000\.steps is damaged: it does not hold one whole record; run without"):
+    (interrupted.parent / ".plan.parquet.journal" / "000000.steps").write_bytes(9 * b"and then nothing")
+    with pytest.raises(FcpError, match=r"000000\.steps is damaged: its record 1 is damaged; run without"):
         make(interrupted, resume=True)
+
+
+def test_a_window_that_a_kill_cut_off_is_planned_again(interrupted: Path) -> None:
+    part = interrupted.parent / ".plan.parquet.journal" / "000000.steps"
+    part.write_bytes(part.read_bytes()[:-100])
+    resumed = make(interrupted, resume=True)
+    assert resumed.metadata.plan_hash == make(interrupted.with_name("other.parquet")).metadata.plan_hash
 
 
 def forge(folder: Path, change: Callable[[StepPlan], StepPlan]) -> None:
     """Change the first step that a journal holds, and give it the digest of the result."""
     part = folder / "000000.steps"
-    (content,) = read_records(part)
-    first, *others = steps_from_arrow(table_of_content(content))
+    begins, window, *windows = read_records(part)
+    first, *others = steps_from_arrow(table_of_content(window))
     with part.open("wb") as file:
-        write_record(file, table_content(steps_to_arrow([change(first), *others])))
+        for content in (begins, table_content(steps_to_arrow([change(first), *others])), *windows):
+            write_record(file, content)
 
 
 def without_first_pack(step: StepPlan) -> StepPlan:

@@ -11,15 +11,18 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning import make_plan as making
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.make_plan import PlanResult, make_plan
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import PlanInputs
 from tests.planning.examples import example_problem, long_tail
 
 
-def make(path: Path, **options: Any) -> PlanResult:
+def make(path: Path, *, solver: str = "static", **options: Any) -> PlanResult:
     """A plan of 12 steps, as `static` makes it where nothing else is said."""
     settings = BatchSettings(global_batch_size=40, seed=3, epochs=2)
-    inputs = PlanInputs(table=long_tail(), problem=example_problem(), settings=settings)
-    return make_plan(path, inputs, **{"solver_name": "static", **options})
+    inputs = PlanInputs(
+        table=long_tail(), problem=example_problem(), settings=settings, request=PlanRequest(solver=solver)
+    )
+    return make_plan(path, inputs, **options)
 
 
 def test_summary_and_metadata_are_those_of_the_file(tmp_path: Path) -> None:
@@ -58,5 +61,5 @@ def test_an_interruption_before_anything_was_kept_leaves_nothing(
 
 def test_an_unknown_solver_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--solver is 'magic'; it must be one of fcp"):
-        make(tmp_path / "plan.parquet", solver_name="magic")
+        make(tmp_path / "plan.parquet", solver="magic")
     assert list(tmp_path.iterdir()) == []

@@ -22,8 +22,9 @@ from fcp_cli.models.model import load_model
 from fcp_cli.plan.setup import Pipeline
 from fcp_cli.planning import settings
 from fcp_cli.planning.options import PlanRequest
+from fcp_cli.planning.pipelines import pipeline_of
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.settings import pipeline_of, resolve, with_counted_model
+from fcp_cli.planning.settings import resolve, with_counted_model
 from fcp_cli.util.console import Assumptions
 from fcp_cli.util.machine import Accelerators
 from tests.messages import raises
@@ -220,12 +221,11 @@ def test_what_is_said_is_not_assumed(folder: Path) -> None:
         ranks_per_node=2,
         tokens_per_rank=100,
         global_batch_size=2,
-        headroom=0.25,
     )
     inputs = resolve(request, assumptions)
     assert assumptions.assumed == {}
     assert (inputs.problem.num_ranks, inputs.problem.ranks_per_node) == (3, 2)
-    assert inputs.problem.tokens_per_rank == 75
+    assert inputs.problem.tokens_per_rank == 100
     assert inputs.settings.global_batch_size == 2
 
 
@@ -277,8 +277,6 @@ REFUSALS: dict[str, tuple[str | None, dict[str, Any]]] = {
     ),
     "a profile's memory without room": (PROFILE + ROOM_FOR_2000.replace("500000,", "2500000,"), {}),
     "a cluster that nobody knows": (PROFILE.replace("example-8x8", "elsewhere"), {}),
-    "less than no headroom": (PROFILE, {"headroom": -0.1}),
-    "nothing but headroom": (PROFILE, {"headroom": 1.0}),
     "another model than the profile's": (PROFILE, {"model": "llama3-8b", "profile": Path("profile.yaml")}),
     "fewer tokens than a sequence is padded to": (
         PROFILE,
@@ -296,9 +294,7 @@ REFUSED_WITH = snapshot(
         "a model without room in tensors cut in two": "UsageError: llama3-70b needs 229.7 of the 73.6 GB that each of 32 ranks may use, under ZeRO-1, bf16, full recomputation, plain loss, offloaded activations, sync iteration; --zero 3 --precision bf16 --recompute full --loss plain --sync microbatch leave room for 32,504 tokens under Megatron-FSDP",
         "a profile's memory without room": "UsageError: the profile's memory leaves no room for tokens; give --tokens-per-rank",
         "a cluster that nobody knows": "UsageError: the profile's cluster 'elsewhere' is not known here; give --ranks",
-        "less than no headroom": "UsageError: --headroom is -0.1; it must be a fraction from 0 to below 1",
-        "nothing but headroom": "UsageError: --headroom is 1.0; it must be a fraction from 0 to below 1",
-        "another model than the profile's": "UsageError: profile.yaml is of qwen3-8b on example-8x8; drop --model, --cluster and --attention-kernel to use it, or --profile to have one computed",
+        "another model than the profile's": "UsageError: profile.yaml is of qwen3-8b on example-8x8; drop --model and --cluster to use it, or --profile to have one computed",
         "fewer tokens than a sequence is padded to": "UsageError: a rank may hold 3 tokens, but sequences are padded to 4 on it",
         "a profile of other devices": "UsageError: the plan is for tensor parallel 4 and pipeline parallel 1, but the cost profile of qwen3-8b on example-8x8 is for tensor parallel 2 and pipeline parallel 1; make one with: fcp profile --analytic --model qwen3-8b --cluster example-8x8 --tensor-parallel 4 --pipeline-parallel 1 -o profile.yaml",
         "virtual stages under sync iteration": "UsageError: --virtual-stages is 2, whose ranks must run equally many micro-batches; add --sync microbatch",

@@ -19,8 +19,8 @@ from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of
 from fcp_cli.planning.candidates import solver_of
 from fcp_cli.planning.make_plan import make_plan
-from fcp_cli.planning.ranks import read_rank_speeds
 from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.speeds import read_rank_speeds
 from tests.messages import raises
 from tests.planning.examples import PROFILE, example_problem, long_tail, table_of
 
@@ -61,7 +61,7 @@ def test_the_plan_states_the_speeds_and_is_checked_by_them(tmp_path: Path) -> No
     problem = replace(example_problem(), rank_speeds=speeds)
     path = tmp_path / "plan.parquet"
     inputs = PlanInputs(table=long_tail(60), problem=problem, settings=BatchSettings(global_batch_size=63))
-    make_plan(path, inputs, solver_name="fcp", workers=1)
+    make_plan(path, inputs, workers=1)
     assert PlanReader(path).metadata.rank_speeds == {"2": 0.9, "4": 0.5, "5": 0.5, "6": 0.5, "7": 0.5}
     assert not list(check_plan(path, manifest=inputs.table))
 

@@ -19,9 +19,9 @@ from fcp_cli.plan.file import PlanReader, read_message, steps_of, table_bytes, w
 from fcp_cli.plan.metadata import OnlineSettings, PlanMetadata, Sync, cut_by_count, cut_by_tokens, manifest_of
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.journal import StreamJournal, length_columns
 from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.online import serve
-from fcp_cli.planning.online_journal import OnlineJournal, length_columns
 from fcp_cli.planning.problem import problem_of
 from fcp_cli.planning.settings import PlanInputs
 from tests.cli.planning_folder import fcp
@@ -91,7 +91,7 @@ def offline(plan: Path, metadata: PlanMetadata, **rule: Any) -> str:
         problem=problem_of(metadata, name="test"),
         settings=BatchSettings(shuffle=False, **{"global_batch_size": 1, **rule}),
     )
-    return make_plan(plan.with_name("offline.parquet"), inputs, solver_name="fcp").metadata.plan_hash
+    return make_plan(plan.with_name("offline.parquet"), inputs).metadata.plan_hash
 
 
 @pytest.mark.lengthy
@@ -112,7 +112,7 @@ def test_a_stream_becomes_the_plan_that_fcp_plan_makes_of_its_manifest(
     by = {"batching": online.metadata.batching} if "global_batch_tokens" in rule else rule
     assert closed.facts["plan_hash"] == metadata.plan_hash == offline(plan, metadata, **by)
     assert list(check_plan(plan, manifest=read_manifest(manifest_of(plan)))) == []
-    assert not OnlineJournal(plan).exists
+    assert not StreamJournal(plan).exists
 
 
 LENGTHS = np.random.default_rng(3).lognormal(8.0, 1.4, 64).astype(int).clip(16, 60_000).tolist()
@@ -138,7 +138,7 @@ def test_what_a_killed_run_left_can_be_finished_though_its_last_window_is_torn(t
     online = settings_for(profile, global_batch_size=8)
     plan = tmp_path / "plan.parquet"
     list(planned(plan, online, batches_of(LENGTHS, online)))
-    (windows,) = OnlineJournal(plan).folder.glob("*.windows")
+    (windows,) = StreamJournal(plan).folder.glob("*.windows")
     windows.write_bytes(windows.read_bytes()[:-700])
     finished = fcp("plan", "--resume", "-o", str(plan), cwd=tmp_path)
     assert finished.returncode == 0 and "of 7 steps, and" in finished.stderr

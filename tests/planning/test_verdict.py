@@ -124,7 +124,7 @@ def outcome(seconds: float, over_budget: int = 0) -> dict[Sync, Outcome]:
 
 
 def test_a_comparison_is_judged_against_the_best_row_that_fits(tmp_path: Path) -> None:
-    request, inputs = inputs_of(tmp_path, sync="iteration")
+    inputs = inputs_of(tmp_path, sync="iteration")
     contenders = [
         Contender(name="fcp", outcomes=outcome(1.0)),
         Contender(name="static", outcomes=outcome(1.3)),
@@ -132,27 +132,27 @@ def test_a_comparison_is_judged_against_the_best_row_that_fits(tmp_path: Path) -
         Contender(name="bytescale", outcomes=outcome(0.9, over_budget=3)),
     ]
     batches = GlobalBatches(inputs.table, inputs.problem, replace(inputs.settings, global_batch_size=4000))
-    verdict = compared_verdict(contenders, inputs, request, batches)
+    verdict = compared_verdict(contenders, inputs, batches)
     assert verdict is not None
     assert [one.name for one in verdict.rivals] == ["static", "karmarkar-karp"]
     assert verdict_lines(verdict)[0] == "Worth it: fcp takes 10% less time than karmarkar-karp."
-    assert compared_verdict(contenders[:1], inputs, request, batches) is None
+    assert compared_verdict(contenders[:1], inputs, batches) is None
 
 
-def inputs_of(tmp_path: Path, **options: object) -> tuple[PlanRequest, PlanInputs]:
+def inputs_of(tmp_path: Path, **options: object) -> PlanInputs:
     table = long_tail(60)
     path = tmp_path / "lengths.parquet"
     pq.write_table(pa.table({"length": table.length_tokens}), path)
     common = {"manifest": path, "model": "qwen3-8b", "cluster": "h200-8x8", "global_batch_size": 63}
     request = PlanRequest(**{**common, **options})  # type: ignore[arg-type]
-    return request, resolve(request, Assumptions())
+    return resolve(request, Assumptions())
 
 
 def test_the_verdict_of_a_plan_knows_whether_a_profile_was_given(tmp_path: Path) -> None:
-    request, inputs = inputs_of(tmp_path)
+    inputs = inputs_of(tmp_path)
     assert given_profile(inputs) is None
     (tmp_path / "profile.yaml").write_text(inputs.problem.profile.text)
-    under = replace(request, model=None, cluster=None, profile=tmp_path / "profile.yaml")
+    under = replace(inputs.request, model=None, cluster=None, profile=tmp_path / "profile.yaml")
     assert given_profile(resolve(under, Assumptions())) == "analytic"
 
 
@@ -171,26 +171,26 @@ def typed_flags(flags: str) -> dict[str, Any]:
 @pytest.mark.lengthy
 def test_a_remedy_is_what_the_command_would_give_with_its_flags(tmp_path: Path) -> None:
     compile_planner()
-    request, inputs = inputs_of(tmp_path, recipe=RecipeRequest(recompute="full"))
-    remedy, tried = best_remedy(request, inputs, sequences_of(inputs))
+    inputs = inputs_of(tmp_path, recipe=RecipeRequest(recompute="full"))
+    remedy, tried = best_remedy(inputs, sequences_of(inputs))
     assert remedy is not None and tried >= 2
-    typed = replace(request, **typed_flags(remedy.flags))
+    typed = replace(inputs.request, **typed_flags(remedy.flags))
     again = resolve(typed, Assumptions())
     assert again.problem.tokens_per_rank == remedy.tokens_per_rank
     assert problem_under(typed, inputs) == again.problem
     # Nothing is left to gain from what was just followed.
-    assert best_remedy(typed, again, sequences_of(again))[0] is None
+    assert best_remedy(again, sequences_of(again))[0] is None
 
 
 def test_a_small_token_budget_is_told_how_much_more_fits(tmp_path: Path) -> None:
     compile_planner()
-    request, inputs = inputs_of(tmp_path, tokens_per_rank=2048, recipe=RecipeRequest(recompute="full"))
-    remedy, _ = best_remedy(request, inputs, sequences_of(inputs))
+    inputs = inputs_of(tmp_path, tokens_per_rank=2048, recipe=RecipeRequest(recompute="full"))
+    remedy, _ = best_remedy(inputs, sequences_of(inputs))
     assert remedy is not None
     assert remedy.flags.endswith(f"--tokens-per-rank {remedy.tokens_per_rank}")
     assert remedy.tokens_per_rank > 2048
 
 
 def test_nothing_is_claimed_of_batches_that_were_too_large_to_plan_again(tmp_path: Path) -> None:
-    request, inputs = inputs_of(tmp_path)
-    assert best_remedy(request, inputs, []) == (None, 0)
+    inputs = inputs_of(tmp_path)
+    assert best_remedy(inputs, []) == (None, 0)

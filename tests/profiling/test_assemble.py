@@ -172,7 +172,7 @@ def test_what_is_assumed_of_memory_can_be_asked_for_afterwards_and_what_is_timed
     assert (profile.recipe, profile.sync) == (Recipe(zero_stage=3, precision="fp32"), "microbatch")
     with raises(
         snapshot(
-            "UsageError: --recompute full: the samples were measured with --recompute none, and times differ; measure with 'fcp profile --recompute full --fresh'"
+            "UsageError: --recompute full: the samples were measured with --recompute none, and times differ; measure with 'fcp profile --recompute full'"
         )
     ):
         profile_from_samples(samples, request=RecipeRequest(recompute="full"))

@@ -9,11 +9,8 @@ import pytest
 
 from fcp_cli.cost.recipe import PrecisionName, Recipe, Recompute
 from fcp_cli.models.model import load_model
-from fcp_cli.profiling.points import Point
-from fcp_cli.profiling.samples import default_vision_layers
-from fcp_cli.profiling.worker import Footprint, default_layers, points_that_fit
-
-pytestmark = pytest.mark.torch
+from fcp_cli.profiling.choices import default_layers, default_vision_layers
+from fcp_cli.profiling.points import Footprint, Point
 
 H100 = 80e9
 WORKER = Footprint(spec=load_model("qwen3-8b"), recipe=Recipe(), layers=6, ranks=8, device_bytes=H100)
@@ -53,9 +50,9 @@ def test_an_optimizer_that_does_not_fit_whole_is_as_large_as_fits() -> None:
 
 def test_packs_that_need_more_memory_than_a_rank_has_are_left_out() -> None:
     points = [Point(lengths=(tokens,), degree=degree) for tokens in (8192, 131_072) for degree in (1, 8)]
-    kept = points_that_fit(points, WORKER)
+    kept = WORKER.fitting(points)
     assert [(point.tokens, point.degree) for point in kept] == [(8192, 1), (8192, 8), (131_072, 8)]
-    assert points_that_fit(points, replace(WORKER, device_bytes=1e9)) == ()
+    assert replace(WORKER, device_bytes=1e9).fitting(points) == ()
 
 
 def test_recomputation_makes_room_for_longer_packs() -> None:

@@ -46,9 +46,9 @@ def test_a_wave_gathers_weights_once_and_a_step_sums_and_updates_nothing() -> No
 
 def test_a_frozen_encoder_takes_as_long_without_a_backward() -> None:
     spec = load_model("qwen3-vl-8b")
-    assert forward_shares(spec, Recipe(freeze_vision=True)).vision == 1.0
-    assert forward_shares(spec, Recipe()).vision == pytest.approx(1 / 3)
-    assert forward_shares(spec, Recipe()).vision_pairs == pytest.approx(1 / 3.5)
+    assert forward_shares(spec, Recipe(freeze_vision=True))["vision_seconds_per_patch"] == 1.0
+    assert forward_shares(spec, Recipe())["vision_seconds_per_patch"] == pytest.approx(1 / 3)
+    assert forward_shares(spec, Recipe())["vision_seconds_per_patch2"] == pytest.approx(1 / 3.5)
 
 
 def test_a_profile_of_a_model_that_nobody_knows_has_the_usual_shares_on_both_grounds() -> None:

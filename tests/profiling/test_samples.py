@@ -180,10 +180,10 @@ HEADERS: dict[str, dict[str, Any]] = {
 }
 HEADERS_MESSAGES = snapshot(
     {
-        "a degree of 0": "ProfileError: FOLDER/samples.jsonl, first line: degrees[1] is 0; it must be a whole number of at least 1; give another --samples, or start over with --fresh",
-        "a misspelt key": "ProfileError: FOLDER/samples.jsonl, first line: unknown key rank; did you mean ranks? give another --samples, or start over with --fresh",
-        "no layers": "ProfileError: FOLDER/samples.jsonl, first line: layers is None; it must be a list; give another --samples, or start over with --fresh",
-        "another format": "ProfileError: FOLDER/samples.jsonl holds no samples of 'fcp profile' (fcp-samples/1); give another --samples, or remove it",
+        "a degree of 0": "ProfileError: FOLDER/samples.jsonl, first line: degrees[1] is 0; it must be a whole number of at least 1; remove it, or give another -o",
+        "a misspelt key": "ProfileError: FOLDER/samples.jsonl, first line: unknown key rank; did you mean ranks? remove it, or give another -o",
+        "no layers": "ProfileError: FOLDER/samples.jsonl, first line: layers is None; it must be a list; remove it, or give another -o",
+        "another format": "ProfileError: FOLDER/samples.jsonl holds no samples of 'fcp profile' (fcp-samples/1); remove it, or give another -o",
     }
 )
 

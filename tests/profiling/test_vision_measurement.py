@@ -13,10 +13,10 @@ from fcp_cli.cost.profile import CostProfile
 from fcp_cli.cost.recipe import Recipe, RecipeRequest
 from fcp_cli.errors import UsageError
 from fcp_cli.models.model import load_model
+from fcp_cli.profiling.choices import default_vision_layers
 from fcp_cli.profiling.fits import profile_from_samples
-from fcp_cli.profiling.points import Schedule, VisionPoint, vision_points
-from fcp_cli.profiling.samples import SamplesFile, begin_samples, default_vision_layers, read_measurement, read_samples
-from fcp_cli.profiling.worker import Footprint, vision_points_that_fit
+from fcp_cli.profiling.points import Footprint, Schedule, VisionPoint, vision_points
+from fcp_cli.profiling.samples import SamplesFile, begin_samples, read_measurement, read_samples
 from fcp_cli.report.profiles import reading
 from tests.profiling import test_assemble
 
@@ -84,7 +84,7 @@ def test_an_encoder_is_measured_whole_where_the_language_model_is(
 def test_calls_beyond_a_rank_s_memory_are_left_out() -> None:
     spec, points = load_model("qwen3-vl-8b"), vision_points(65_536, mixed=True)
     footprint = Footprint(spec=spec, recipe=Recipe(), layers=2, vision_layers=27, device_bytes=20e9)
-    kept = vision_points_that_fit(points, footprint)
+    kept = footprint.fitting_calls(points)
     assert 0 < len(kept) < len(points)
     assert max(point.patches for point in kept) < 16_384
 

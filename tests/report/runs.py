@@ -28,7 +28,6 @@ def make_example_plan(path: Path, *, sync: Sync = "iteration", seed: int = 0, nu
             problem=example_problem(sync, num_ranks=num_ranks),
             settings=BatchSettings(global_batch_size=60, seed=seed),
         ),
-        solver_name="fcp",
         workers=1,
     )
     return result.metadata

@@ -66,7 +66,7 @@ def test_the_bars_of_pipelines_show_every_forward_and_backward_of_every_stage(tm
         pipeline=Pipeline(forward_share=1 / 3, head_share=0.1),
     )
     inputs = PlanInputs(table=long_tail(40), problem=problem, settings=BatchSettings(global_batch_size=43))
-    result = make_plan(tmp_path / "pipelines.parquet", inputs, solver_name="fcp")
+    result = make_plan(tmp_path / "pipelines.parquet", inputs)
     step = next(PlanReader(tmp_path / "pipelines.parquet").steps())
     bars = {name: np.asarray(column) for name, column in bars_of(step, EVERY_RANK, result.metadata).items()}
     assert len(bars["order"]) == 2 * 4 * step.degrees[~step.is_idle].sum()

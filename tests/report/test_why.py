@@ -110,7 +110,7 @@ def test_of_a_pipeline_the_whole_step_is_priced_and_the_way_through_its_stages_s
         pipeline=Pipeline(forward_share=1 / 3, virtual_stages=2),
     )
     inputs = PlanInputs(table=long_tail(40), problem=problem, settings=BatchSettings(global_batch_size=43))
-    metadata = make_plan(tmp_path / "pipelines.parquet", inputs, solver_name="fcp").metadata
+    metadata = make_plan(tmp_path / "pipelines.parquet", inputs).metadata
     step = next(PlanReader(tmp_path / "pipelines.parquet").steps())
     problem = problem_of(metadata, name="plan")
     said: list[str] = []

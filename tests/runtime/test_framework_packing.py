@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations import base
-from fcp_cli.integrations.base import replaced_packing, unpack_axolotl, unpack_swift
+from fcp_cli.integrations.hugging_face import packing
+from fcp_cli.integrations.hugging_face.packing import replaced_packing, unpack_axolotl, unpack_swift
 
 
 def test_axolotl_validates_settings_without_packing_and_without_sums_over_ranks(
@@ -35,7 +35,7 @@ def test_the_rows_of_replaced_packing_are_known_to_whoever_prices_them(monkeypat
 
         def __post_init__(self) -> None: ...
 
-    monkeypatch.setattr(base, "_replaced", [])
+    monkeypatch.setattr(packing, "_replaced", [])
     module = ModuleType("swift.arguments.sft_args")
     module.SftArguments = SftArguments  # type: ignore[attr-defined]
     unpack_swift(module)

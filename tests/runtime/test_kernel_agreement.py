@@ -17,10 +17,10 @@ from fcp_cli.cost.recipe import KernelName, Recipe
 from fcp_cli.models.cluster import load_cluster, shipped_profile_path
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.computed import analytic_profile
-from fcp_cli.runtime import rank_agreement, session
+from fcp_cli.runtime import kernel_agreement, session
+from fcp_cli.runtime.kernel_agreement import agree_on_kernels, prefer_agreed_kernels
 from fcp_cli.runtime.kernels import select
 from fcp_cli.runtime.kernels.select import Preference
-from fcp_cli.runtime.rank_agreement import agree_on_kernels, prefer_agreed_kernels
 from fcp_cli.verification.emulation import ThreadWorld, run_ranks
 from tests.messages import raises
 
@@ -38,7 +38,7 @@ def profile() -> CostProfile:
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(rank_agreement, "major_capability", lambda: 9)
+    monkeypatch.setattr(kernel_agreement, "major_capability", lambda: 9)
     monkeypatch.delenv("FCP_ATTENTION_KERNEL", raising=False)
 
 
@@ -59,8 +59,8 @@ def agreed(
         here.reasons = {**missing, **((failed or {}) if rank else {})}
         return agree_on_kernels(ThreadWorld(meeting, rank), CPU, profile)
 
-    monkeypatch.setattr(rank_agreement, "unavailability", missing.get)
-    monkeypatch.setattr(rank_agreement, "unusable", lambda name, *_: here.reasons.get(name))
+    monkeypatch.setattr(kernel_agreement, "unavailability", missing.get)
+    monkeypatch.setattr(kernel_agreement, "unusable", lambda name, *_: here.reasons.get(name))
     first, second = run_ranks(2, of_rank)
     assert first[0].asked == second[0].asked
     assert first[0].excluded == second[0].excluded
@@ -124,7 +124,7 @@ def test_ranks_that_ask_for_different_kernels_stop(monkeypatch: pytest.MonkeyPat
             super().all_reduce_sum(tensor)
             tensor[1, 0] += 1
 
-    monkeypatch.setattr(rank_agreement, "unusable", lambda *_: None)
+    monkeypatch.setattr(kernel_agreement, "unusable", lambda *_: None)
     with raises(
         snapshot("RunError: FCP_ATTENTION_KERNEL differs between rank 0 and rank 1; set it alike on all nodes")
     ):
@@ -183,7 +183,7 @@ def test_only_cuda_has_a_choice(
     no_profile: Any = SimpleNamespace()
     session._agree_on_kernels(world, CPU, no_profile)
     assert not select._preferences
-    monkeypatch.setattr(rank_agreement, "agree_on_kernels", lambda world, *_: (
+    monkeypatch.setattr(kernel_agreement, "agree_on_kernels", lambda world, *_: (
         Preference(asked="fa2"), ("rank 1: no",) if world.rank else ("attention kernel fa2",)))  # fmt: skip
     device: Any = SimpleNamespace(type="cuda")
     session._agree_on_kernels(world, device, metadata)

@@ -125,7 +125,7 @@ def alone(plan: Path, clock: LateClock | None = None) -> Recorder:
 
 def run_step(recorder: Recorder, step: int) -> None:
     record = recorder.begin(step, 1.0)
-    record.marks = [(0, recorder._clock.mark(), recorder._clock.mark())]
+    record.microbatches = [(0, recorder._clock.mark(), recorder._clock.mark())]
     record.note_loss([torch.tensor(6.0)], 4)
     record.is_whole = True
     recorder.note_update(1e-3)

@@ -193,7 +193,7 @@ def test_attention_sends_its_first_message_through_five_files_at_most(heads_degr
     with pytest.raises(FirstMessage) as sent:
         attention(q, q, q, ring=ring, window=window)
     (files,) = sent.value.args
-    assert files[0] == "attention.py" and files[-1] == "transport.py" and len(files) <= 5, files
+    assert files[0] == "ring_attention.py" and files[-1] == "transport.py" and len(files) <= 5, files
 
 
 class Member:

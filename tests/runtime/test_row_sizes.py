@@ -18,7 +18,7 @@ pytest.importorskip("PIL", reason="Pillow is not installed")
 
 from PIL import Image, ImageFile
 
-from fcp_cli.integrations.hugging_face.data import RowSize, RowSizes, blank_pixels
+from fcp_cli.integrations.hugging_face.row_sizes import RowSize, RowSizes, blank_pixels
 from tests.manifest.picture_checkpoint import (
     Family,
     image_processor,
@@ -32,7 +32,7 @@ from tests.runtime.vision_families import FAMILIES
 from tests.runtime.vision_inputs import IMAGE
 from tests.training.picture_runs import config
 
-pytestmark = [pytest.mark.torch, pytest.mark.hf]
+pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.processes]
 
 ROWS, WHOLE = 8, 3
 Collate = Callable[[list[Any]], Any]

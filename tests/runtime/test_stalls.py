@@ -45,7 +45,7 @@ def test_a_rank_names_those_that_it_shares_heads_with() -> None:
         watch = Watch(3, Clock(), 10.0, lines.append)
         watch.begin(7, replace(row(4, *members), heads_degree=shared))
         for now in (0.0, 11.0):
-            watch.look(now)
+            watch.poll(now)
     assert lines == snapshot(
         [
             "rank 3 has been in step 7 for 11 s, in micro-batch 4, sharing heads with rank 2, next to rank 5 and rank 1 in the ring of 1, 5, 3: the one in the earliest micro-batch holds the others up",
@@ -59,10 +59,11 @@ def test_a_rank_names_step_ring_and_neighbours_that_the_device_waits_for() -> No
     watch, lines = watching(3, clock=device)
     # The host has left both long ago; the device has done the first one.
     for number, one in enumerate((row(0, 3), row(4, 0, 2, 3, 1), row(5, 3))):
-        watch.begin(7, one).end = float(number)
+        watch.begin(7, one)
+        watch.end(float(number))
     device.passed = {0.0}
     for now in (0.0, 9.0, 11.0, 12.0, 30.0):
-        watch.look(now)
+        watch.poll(now)
     assert lines == snapshot(
         [
             "rank 3 has been in step 7 for 11 s, in micro-batch 4, next to rank 2 and rank 1 in the ring of 0, 2, 3, 1: the one in the earliest micro-batch holds the others up"
@@ -72,21 +73,21 @@ def test_a_rank_names_step_ring_and_neighbours_that_the_device_waits_for() -> No
 
 def test_every_place_has_its_own_time_and_its_own_words() -> None:
     watch, lines = watching(1)
-    first = watch.begin(2, row(0, 0, 1))
-    watch.look(0.0)
-    first.end = 1.0
-    second = watch.begin(2, row(1, 1))
-    watch.look(8.0)
-    watch.look(16.0)
+    watch.begin(2, row(0, 0, 1))
+    watch.poll(0.0)
+    watch.end(1.0)
+    watch.begin(2, row(1, 1))
+    watch.poll(8.0)
+    watch.poll(16.0)
     assert not lines
-    watch.look(19.0)
-    second.end = 2.0
-    third = watch.begin(2, None)
-    watch.look(20.0)
-    watch.look(31.0)
-    third.end = 3.0
-    watch.look(32.0)
-    watch.look(99.0)  # between steps nothing is waited for
+    watch.poll(19.0)
+    watch.end(2.0)
+    watch.begin(2, None)
+    watch.poll(20.0)
+    watch.poll(31.0)
+    watch.end(3.0)
+    watch.poll(32.0)
+    watch.poll(99.0)  # between steps nothing is waited for
     assert lines == snapshot(
         [
             "rank 1 has been in step 2 for 11 s, in micro-batch 1, which it runs alone: it computes for long, or waits for all ranks' weights or gradients",
@@ -97,14 +98,14 @@ def test_every_place_has_its_own_time_and_its_own_words() -> None:
 
 def test_a_loop_that_only_says_what_begins_is_waited_for_in_what_began_last() -> None:
     watch, lines = watching(0)
-    watch.leave()  # nothing has begun
+    watch.end()  # nothing has begun
     for order in (0, 1):
-        watch.go_on(3, row(order, 0, 1))
-    watch.look(0.0)
-    watch.look(11.0)
-    watch.leave()
-    watch.look(12.0)
-    watch.look(99.0)
+        watch.begin(3, row(order, 0, 1))
+    watch.poll(0.0)
+    watch.poll(11.0)
+    watch.end()
+    watch.poll(12.0)
+    watch.poll(99.0)
     (line,) = lines
     assert "step 3 for 11 s, in micro-batch 1, next to rank 1" in line
 
@@ -112,10 +113,10 @@ def test_a_loop_that_only_says_what_begins_is_waited_for_in_what_began_last() ->
 def test_a_loop_that_was_left_is_not_waited_for() -> None:
     watch, lines = watching(0, 1.0)
     watch.begin(0, row(0, 0, 1))
-    watch.look(0.0)
+    watch.poll(0.0)
     watch.forget()
-    watch.look(5.0)
-    watch.look(9.0)
+    watch.poll(5.0)
+    watch.poll(9.0)
     assert not lines
 
 

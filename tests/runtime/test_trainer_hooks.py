@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face import checks, trainer
-from fcp_cli.integrations.hugging_face import hooks as accelerate_hooks
+from fcp_cli.integrations.hugging_face import hooks, trainer
 from fcp_cli.integrations.hugging_face.hooks import hook_trainer
 from fcp_cli.integrations.hugging_face.trainer import following
 
@@ -24,18 +23,18 @@ import transformers.trainer
 pytestmark = pytest.mark.hf
 
 _PACKAGES: tuple[tuple[ModuleType, Callable[[ModuleType], None], Any, str], ...] = (
-    (transformers.trainer, hook_trainer, checks.RELIED_ON, f"transformers {transformers.__version__}"),
+    (transformers.trainer, hook_trainer, hooks.TRAINER, f"transformers {transformers.__version__}"),
     (
         accelerate.accelerator,
-        accelerate_hooks.hook_accelerator,
-        accelerate_hooks.RELIED_ON,
+        hooks.hook_accelerator,
+        hooks.ACCELERATOR,
         f"accelerate {accelerate.__version__}",
     ),
 )
 _TARGETS = [
     pytest.param(module, hook, path, parameters, found, id=path)
     for module, hook, targets, found in _PACKAGES
-    for path, parameters in targets
+    for path, parameters in targets.items()
 ]
 
 
@@ -84,7 +83,7 @@ def taking(parameters: list[str]) -> Any:
 def test_everything_that_is_hooked_is_looked_for(
     module: ModuleType, hook: Callable[[ModuleType], None], targets: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = targets[0][0].split(".")[0]
+    kind = next(iter(targets)).split(".")[0]
     stand_in = class_with(getattr(module, kind), "", None)
     before = dict(vars(stand_in))
     with monkeypatch.context() as changed:
@@ -92,7 +91,7 @@ def test_everything_that_is_hooked_is_looked_for(
         hook(module)
     hooked = {f"{kind}.{name}" for name, own in before.items() if getattr(stand_in, name) is not own}
     assert len(hooked) > 3
-    assert hooked <= {path for path, _ in targets}
+    assert hooked <= set(targets)
 
 
 def test_metrics_and_plan_are_whole_before_a_stopped_rank_ends_with_the_signals_status(

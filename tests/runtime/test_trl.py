@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed; make test-loops installs it"),
 ]
 
-FIELDS = dict(RELIED_ON_OF_TRL)["FusedCausalLMOutput"]
+FIELDS = RELIED_ON_OF_TRL["FusedCausalLMOutput"]
 
 
 outcomes = outcomes_of("trl_worker")

@@ -179,12 +179,12 @@ class LateClock(Clock):
 def test_the_loss_of_a_device_is_looked_at_when_it_is_there() -> None:
     clock = LateClock()
     watch = LossWatch(clock)
-    watch.note("step 3, micro-batch 1, rank 0", (7,), torch.tensor(float("inf"), device="cuda"))
+    watch.check("step 3, micro-batch 1, rank 0", (7,), torch.tensor(float("inf"), device="cuda"))
     torch.cuda.synchronize()
-    watch.look()
+    watch.poll()
     clock.passed = True
     with pytest.raises(RunError, match=r"^step 3, micro-batch 1, rank 0: the loss is inf \(rows 7 of the data\)"):
-        watch.look()
+        watch.poll()
 
 
 def test_evaluation_outside_the_plan_gives_the_models_own_numbers(tmp_path: Path) -> None:

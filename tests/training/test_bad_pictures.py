@@ -25,7 +25,7 @@ from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.weights import model_config
 from tests.training.picture_runs import write_vision_checkpoint
 
-pytestmark = [pytest.mark.torch, pytest.mark.hf]
+pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.processes]
 
 CAPTION: dict[str, Any] = {"caption": "it is"}
 RECORD = {**CAPTION, "image": "a.png"}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,10 +23,10 @@ from fcp_cli.training.checkpoint import (
     TrainState,
     load_checkpoint,
     remove_leftovers,
-    saved_buffers,
     write_files,
 )
 from fcp_cli.training.sharding import Shares
+from fcp_cli.training.weights import saved_buffers
 from tests.launching.jobs import plan_metadata
 from tests.messages import raises, settled
 
@@ -67,9 +68,17 @@ def save(folder: Path, state: TrainState, *, step: int = 5, keep: int = 2) -> Pa
     return folder / f"step-{step:08d}"
 
 
-def saver(folder: Path, **changes: Any) -> CheckpointSaver:
-    options: dict[str, Any] = {"rank": 0, "barrier": lambda: None, "keep": 2, "in_background": False, **changes}
-    return CheckpointSaver(folder, **options)
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other rank to wait for or to hear from."""
+    monkeypatch.setattr("fcp_cli.training.checkpoint.dist.barrier", lambda: None)
+    monkeypatch.setattr("fcp_cli.training.checkpoint.gather_texts", lambda world, text: [text])
+
+
+def saver(folder: Path, *, rank: int = 0, **changes: Any) -> CheckpointSaver:
+    options: dict[str, Any] = {"keep": 2, "in_background": False, **changes}
+    session: Any = SimpleNamespace(rank=rank, world=None)
+    return CheckpointSaver(folder, session, **options)
 
 
 def next_loss(made: Made) -> float:
@@ -356,7 +365,9 @@ def updated(whole: dict[str, torch.Tensor], shares: Shares) -> Shared:
 
 
 @pytest.mark.parametrize(("then", "now"), [(1, 3), (3, 1), (3, 3), (4, 3), (2, 4), (3, 2)])
-def test_what_any_ranks_saved_any_others_cut_to_what_they_keep(tmp_path: Path, then: int, now: int) -> None:
+def test_what_any_ranks_saved_any_others_cut_to_what_they_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int, now: int
+) -> None:
     """As stages 0 (one share) and 1 to 3 save; bit for bit what would have been there, moments too."""
     whole = {"matrix": torch.randn(7, 3), "norm": torch.randn(2)}
     header = replace(HEADER, num_ranks=then, sharding="replicated" if then == 1 else "sharded", shards=then)
@@ -364,16 +375,20 @@ def test_what_any_ranks_saved_any_others_cut_to_what_they_keep(tmp_path: Path, t
 
     told: list[str] = []
 
-    def gather(text: str) -> list[str]:
+    def gather(world: object, text: str) -> list[str]:
         told.append(text)
         return told
 
     def write_others() -> None:
         for rank, state in enumerate(partial[1:], start=1):
-            saver(tmp_path, rank=rank, gather=gather).save(header, state)
+            saver(tmp_path, rank=rank).save(header, state)
 
-    barriers: Iterator[Callable[[], None]] = iter([write_others, lambda: None, lambda: None])
-    saver(tmp_path, barrier=lambda: next(barriers)(), gather=gather).save(header, partial[0])
+    saves_others: list[Callable[[], None]] = [write_others]  # once rank 0 has emptied the folder
+    monkeypatch.setattr(
+        "fcp_cli.training.checkpoint.dist.barrier", lambda: saves_others.pop()() if saves_others else None
+    )
+    monkeypatch.setattr("fcp_cli.training.checkpoint.gather_texts", gather)
+    saver(tmp_path).save(header, partial[0])
     path = tmp_path / "step-00000005"
     header = read_header(path)
     for index in range(now):

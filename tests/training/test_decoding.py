@@ -18,7 +18,7 @@ pytest.importorskip("PIL")
 
 from fcp_cli.training.decoding import Decoder, Values, Wanted
 
-pytestmark = [pytest.mark.torch, pytest.mark.hf]
+pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.processes]
 
 FAMILIES: tuple[Family, ...] = ("qwen3_vl", "qwen2_5_vl", "internvl")
 PLACEHOLDERS: dict[Family, str] = {

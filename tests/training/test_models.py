@@ -9,7 +9,7 @@ import torch
 
 from fcp_cli.errors import ProfileError
 from fcp_cli.models.model import load_model
-from fcp_cli.training.weights import build_model, model_vocab_size
+from fcp_cli.training.weights import build_model
 
 pytestmark = pytest.mark.hf
 
@@ -51,7 +51,7 @@ def test_a_hugging_face_config_is_built_as_it_stands(tmp_path: Path) -> None:
     built = build_model(name, seed=0, device=CPU)
     assert type(built).__name__ == "LlamaForCausalLM"
     assert sum(parameter.numel() for parameter in built.parameters()) == load_model(name).parameters
-    assert model_vocab_size(name) == 64
+    assert load_model(name).vocab_size == 64
 
 
 def test_a_model_with_sliding_windows_is_built(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fcp_cli.training import run, train
+from fcp_cli.training import train, trainer
 from fcp_cli.training.interrupt import StopRequest
 
 pytestmark = pytest.mark.torch
@@ -31,7 +31,7 @@ def test_what_a_rank_hears_or_does_not_hear_of_another_is_one_line(
     def fails(settings: object, stop: object) -> bool:
         raise RuntimeError(raised)
 
-    monkeypatch.setattr(run, "train", fails)
+    monkeypatch.setattr(trainer, "train", fails)
     monkeypatch.setattr(train, "end_with_launcher", lambda: None)
     monkeypatch.setattr(train, "parse_settings", lambda words: None)
     monkeypatch.setattr(StopRequest, "install", lambda stop: stop)

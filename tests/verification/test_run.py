@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fcp_cli.verification.selftest import Finding, SelftestReport, Settings, read_settings, watch
+from fcp_cli.util.findings import Finding
+from fcp_cli.verification.selftest import SelftestReport, Settings, read_settings, watch
 
 pytestmark = pytest.mark.processes
 

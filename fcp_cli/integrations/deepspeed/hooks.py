@@ -11,26 +11,25 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from fcp_cli.integrations.base import require_all
+from fcp_cli.integrations.base import Signatures, advice, require
 
 KNOWN_TO_WORK = ("0.19.8",)
 
-RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("DeepSpeedEngine.backward", ()),
-    ("DeepSpeedEngine.gradient_accumulation_steps", ()),
-    ("DeepSpeedEngine.zero_optimization_stage", ()),
-)
-"""Methods of `deepspeed.runtime.engine` that are hooked or called, with the arguments passed to them."""
-
-_RELIED_ON_TO_MAKE_ONE = (("initialize", ("model", "config")),)
+RELIED_ON: Signatures = {
+    "DeepSpeedEngine.backward": (),
+    "DeepSpeedEngine.gradient_accumulation_steps": (),
+    "DeepSpeedEngine.zero_optimization_stage": (),
+}
+"""Methods of `deepspeed.runtime.engine` that are hooked or called."""
 
 
 def hook_deepspeed(deepspeed: ModuleType) -> None:
     """Hook `deepspeed` right after its import, before the importing module uses it."""
     found = f"DeepSpeed {deepspeed.__version__}"
     engine = importlib.import_module("deepspeed.runtime.engine")
-    for module, wanted in ((deepspeed, _RELIED_ON_TO_MAKE_ONE), (engine, RELIED_ON)):
-        require_all(module, wanted, package="deepspeed", found=found, versions=KNOWN_TO_WORK)
+    remedy = advice("deepspeed", KNOWN_TO_WORK)
+    require(deepspeed, {"initialize": ("model", "config")}, found=found, advice=remedy)
+    require(engine, RELIED_ON, found=found, advice=remedy)
     make, loops = deepspeed.initialize, _Loops()
 
     @wraps(make)

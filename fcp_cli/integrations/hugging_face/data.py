@@ -1,24 +1,34 @@
-"""Fetches single rows from the script's own data set and collator, and validates their lengths against the plan."""
+"""Rows of a plan from a script's own data set, collator and loader workers, with their lengths validated.
+
+`CollatedRows` fetches rows by number. `PlanSampler` makes a torch `DataLoader` read the rows that a plan assigns to
+this rank:
+
+    session = fcp.start("plan.parquet")
+    sampler = fcp.PlanSampler(session)
+    loader = DataLoader(dataset, sampler=sampler, collate_fn=collate, num_workers=4)
+    session.fetch = sampler.fetch_from(loader)
+    for step in session.steps(model):
+        ...
+"""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from fcp_cli.errors import MaskError, RunError
 from fcp_cli.plan.file import PlanReader
@@ -225,7 +235,92 @@ def stored_lengths(dataset: Any, *, pairs: bool) -> IntArray | None:
     return lengths if lengths is None or chosen is None else lengths[chosen.column(0).to_numpy()]
 
 
-# Reads a row from a collated batch: tokens, labels and mask, without padding.
+class PlanSampler(Sampler[int]):
+    """The data set rows needed by this rank, in the order of its micro-batches.
+
+    Row n of the data set is row n of the plan's manifest. A row distributed over several ranks is read by each of them.
+
+    Args:
+        session: session from `fcp_cli.runtime.start`.
+        first_step: first optimizer step, as passed to `Session.steps`.
+    """
+
+    def __init__(self, session: Session, *, first_step: int = 0) -> None:
+        self._session = session
+        self._first_step = first_step
+        self._drawn: deque[int | None] = deque()  # for a job planned while it trains
+
+    def __iter__(self) -> Iterator[int]:
+        session = self._session
+        if session.source is not None:
+            for row in session.source.rows_ahead():
+                self._drawn.append(row)
+                yield 0 if row is None else row  # a prefetch beyond the known plan reads an unused row
+            return
+        for step in PlanReader(session.plan).steps(self._first_step):
+            for order in orders_of_rank(step, session.rank):
+                yield from step.microbatch(int(order)).sequences
+
+    def fetch_from(self, loader: DataLoader[Any], read: Callable[[Any, int], Any] | None = None) -> Fetch:
+        """Return a session's `fetch` that takes rows from the workers of a loader with this sampler.
+
+        Args:
+            loader: either with `batch_size=1` and a collator that returns a dictionary of input_ids and labels
+                [1, tokens], or with `batch_size=None` and a data set whose items have the format of `fetch` results.
+            read: function that converts such a batch and its row to a `fetch` result.
+
+        Raises:
+            RunError: the loader has another sampler, larger batches, or a different number of rows than the manifest.
+        """
+        if loader.sampler is not self:
+            raise RunError("the loader has another sampler; give it this one: DataLoader(dataset, sampler=sampler)")
+        if loader.batch_size not in (None, 1):
+            raise RunError(
+                f"the loader has batch_size {loader.batch_size}, but the plan determines the rows of a micro-batch; "
+                "remove it (1), or set it to None if items are tokens"
+            )
+        self._session.metadata.manifest.require_rows(len(loader.dataset))  # type: ignore[arg-type]
+        has_masks = self._session.metadata.masked_sequences is not None
+        read = read or partial(_as_fetched, masked=has_masks)
+        is_planned = self._session.source is None
+        order = iter(self) if is_planned else _popped(self._drawn)
+        return _LoadedInOrder(loader, order, read)
+
+
+class _LoadedInOrder:
+    """A `fetch` that must be called with the sampler's rows in order, after one extra call that checks for labels."""
+
+    def __init__(self, loader: DataLoader[Any], order: Iterator[int | None], read: Callable[[Any, int], Any]) -> None:
+        self._loader, self._read = loader, read
+        self._order = order  # order of the sampler
+        self._batches = iter(loader)  # created here, not in the session's thread: workers are forked from this process
+        self._is_begun = False
+
+    def __call__(self, row: int) -> Any:
+        if not self._is_begun:
+            self._is_begun = True
+            item = self._loader.dataset[row]
+            return self._read(item if self._loader.batch_size is None else self._loader.collate_fn([item]), row)
+        while (expected := next(self._order, -1)) is None:
+            next(self._batches)
+        if row != expected:
+            raise RunError(
+                f"the session needs row {row} of the data where the sampler has row {expected}; make a PlanSampler and "
+                "a loader for each call of steps(), with the same first_step"
+            )
+        return self._read(next(self._batches), row)
+
+
+def _popped(drawn: deque[int | None]) -> Iterator[int | None]:
+    while drawn:
+        yield drawn.popleft()
+
+
+def _as_fetched(batch: Any, row: int, *, masked: bool) -> Any:
+    return one_sequence(batch, row, masked=masked) if isinstance(batch, Mapping) else batch
+
+
+# A row in a collated batch: tokens, labels and mask, without padding.
 
 # Collator columns that are redundant with the tokens or the plan.
 _REDUNDANT = frozenset({"attention_mask", "position_ids", "completion_mask", "seq_idx", "length"})
@@ -350,22 +445,7 @@ def unpadded_slice(batch: Mapping[Any, Any], row: int) -> slice:
     return slice(int(kept[0]), int(kept[-1]) + 1)
 
 
-# Reads the images and videos of a collated row, in the format of the model's processor.
-
-
-class RowSize(NamedTuple):
-    """Sizes of a row as counted in a manifest.
-
-    Attributes:
-        patches: vision-encoder patches.
-        patch_pairs: sum of squared patch counts over frames or tiles.
-    """
-
-    tokens: int
-    patches: int = 0
-    patch_pairs: int = 0
-    mask: Mask = CAUSAL
-
+# Images and videos of a collated row, in the format of the model's processor.
 
 Collated: TypeAlias = tuple[Tensor, Tensor] | MaskedSequence | VisualSequence | JoinedSequences
 _PIXELS = (
@@ -405,17 +485,6 @@ def has_pictures(config: Any) -> bool:
 def has_masks_of_types(config: Any) -> bool:
     """Return whether a model's token types define the mask: image tokens attend to each other bidirectionally."""
     return getattr(config, "model_type", None) in _MASKS_BY_TYPES
-
-
-def size_of_row(batch: Any, row: int, *, pairs: bool = False, config: Any = None) -> RowSize:
-    """Return the sizes of a row as counted in a manifest; for the arguments see `one_row`."""
-    found = one_row(batch, row, pairs=pairs, masked=has_masks_of_types(config), config=config)
-    if isinstance(found, tuple):
-        return RowSize(len(found[0]))
-    mask = found.mask if isinstance(found, (MaskedSequence, VisualSequence)) else CAUSAL
-    parts = found.parts if isinstance(found, VisualSequence) else ()
-    patches = [height * width for height, width in (part.grid for part in parts)]
-    return RowSize(len(found.tokens), sum(patches), sum(one**2 for one in patches), mask)
 
 
 def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -> Collated:
@@ -467,206 +536,3 @@ def _require_positions(given: Any, made: VisualSequence, span: slice, row: int) 
             f"the position_ids of row {row} of the training data are not those that its model computes for its images; "
             "remove them from the collator's batch"
         )
-
-
-# Computes the sizes of a script's training rows through its own collator; images are sized from their headers.
-#
-# Image processors of transformers derive tokens and patches only from heights and widths. While rows are counted,
-# decoding and resizing return blank pixels of the right shape, which cost neither time nor memory.
-
-_COMPARED: Final = 2  # rows with images that each process also decodes, to verify sizes from headers
-
-
-class RowSizes(Dataset[RowSize | str]):
-    """A data set of row sizes, or of error messages: an exception in a worker would print a traceback.
-
-    Args:
-        dataset, collate: data set and collator of the script's loader.
-        rows: rows to count.
-        pairs: whether a row is a preference pair.
-        config: model config, if the collator may return images and videos.
-    """
-
-    def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], rows: range, *, pairs: bool = False, config: Any = None
-    ) -> None:
-        self._dataset, self._collate, self._rows = dataset, collate, rows
-        self._pairs, self._config = pairs, config
-        self._reads_headers, self._compared = has_pictures(config), 0
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, at: int) -> RowSize | str:
-        row = self._rows[at]
-        try:
-            found = self._of_headers(row) or self._of_pixels(row)
-        except RunError as error:
-            return str(error)
-        return found if found.tokens else f"row {row} of the training data has no tokens; filter it out of the data set"
-
-    def _of_pixels(self, row: int) -> RowSize:
-        return size_of_row(self._collate([self._dataset[row]]), row, pairs=self._pairs, config=self._config)
-
-    def _of_headers(self, row: int) -> RowSize | None:
-        """Return the size from the headers of a row's images, or None if its pixels are needed."""
-        if not self._reads_headers:
-            return None
-        try:
-            with blank_pixels():
-                found = self._of_pixels(row)
-        except Exception:  # any error of a collator that reads pixels; a faulty row raises again with real pixels
-            return None
-        if found.patches and self._compared < _COMPARED:
-            self._compared += 1
-            self._reads_headers = found == self._of_pixels(row)
-            return found if self._reads_headers else None
-        return found
-
-
-@contextmanager
-def blank_pixels() -> Iterator[None]:
-    """Make transformers' image processors return zeros of the right shapes, without decoding images."""
-    import transformers.image_processing_backends as backends
-    from PIL.Image import new
-    from PIL.ImageFile import ImageFile
-
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (ImageFile, "load", lambda image: None),
-        (ImageFile, "convert", lambda image, *_, **__: image),
-        (ImageFile, "copy", lambda image: image),
-        (ImageFile, "resize", lambda image, size, *_, **__: new("RGB", size)),
-        (backends, "np_resize", lambda image, size, **_: _numpy_blank((len(image), *size))),
-        (backends, "np_rescale", lambda image, **_: image),
-        (backends, "np_normalize", lambda image, **_: image),
-        (backends.TorchvisionBackend, "rescale_and_normalize", lambda self, images, *_: images),
-    ]
-    for kind, blank in ((backends.PilBackend, _numpy_blank), (backends.TorchvisionBackend, _torch_blank)):
-        replaced.append((kind, "process_image", _or_blank(kind.process_image, blank)))
-    if hasattr(backends, "tvF"):  # with torchvision
-        replaced.append((backends.tvF, "resize", lambda images, size, **_: _torch_blank((*images.shape[:-2], *size))))
-    with ExitStack() as stack:
-        for owner, name, blank in replaced:
-            stack.callback(_restore, owner, name, vars(owner).get(name))
-            setattr(owner, name, blank)
-        yield
-
-
-def _restore(owner: Any, name: str, own: Any) -> None:
-    if own is None:  # inherited
-        delattr(owner, name)
-    else:
-        setattr(owner, name, own)
-
-
-def _numpy_blank(shape: Sequence[int]) -> Any:
-    return np.broadcast_to(np.float32(0), tuple(shape))
-
-
-def _torch_blank(shape: Sequence[int]) -> torch.Tensor:
-    return torch.zeros(()).expand(*shape)
-
-
-def _or_blank(own: Callable[..., Any], blank: Callable[[Sequence[int]], Any]) -> Callable[..., Any]:
-    """Wrap a backend's `process_image`: blank for PIL images, unchanged for arrays."""
-    from PIL.Image import Image
-
-    def process_image(self: Any, image: Any, *given: Any, **named: Any) -> Any:
-        return blank((3, image.height, image.width)) if isinstance(image, Image) else own(self, image, *given, **named)
-
-    return process_image
-
-
-# `PlanSampler`, which makes a torch `DataLoader` read the rows that a plan assigns to this rank.
-#
-# session = fcp.start("plan.parquet")
-# sampler = fcp.PlanSampler(session)
-# loader = DataLoader(dataset, sampler=sampler, collate_fn=collate, num_workers=4)
-# session.fetch = sampler.fetch_from(loader)
-# for step in session.steps(model):
-#     ...
-
-
-class PlanSampler(Sampler[int]):
-    """The data set rows needed by this rank, in the order of its micro-batches.
-
-    Row n of the data set is row n of the plan's manifest. A row distributed over several ranks is read by each of them.
-
-    Args:
-        session: session from `fcp_cli.runtime.start`.
-        first_step: first optimizer step, as passed to `Session.steps`.
-    """
-
-    def __init__(self, session: Session, *, first_step: int = 0) -> None:
-        self._session = session
-        self._first_step = first_step
-        self._drawn: deque[int | None] = deque()  # for a job planned while it trains
-
-    def __iter__(self) -> Iterator[int]:
-        session = self._session
-        if session.source is not None:
-            for row in session.source.rows_ahead():
-                self._drawn.append(row)
-                yield 0 if row is None else row  # a prefetch beyond the known plan reads an unused row
-            return
-        for step in PlanReader(session.plan).steps(self._first_step):
-            for order in orders_of_rank(step, session.rank):
-                yield from step.microbatch(int(order)).sequences
-
-    def fetch_from(self, loader: DataLoader[Any], read: Callable[[Any, int], Any] | None = None) -> Fetch:
-        """Return a session's `fetch` that takes rows from the workers of a loader with this sampler.
-
-        Args:
-            loader: either with `batch_size=1` and a collator that returns a dictionary of input_ids and labels
-                [1, tokens], or with `batch_size=None` and a data set whose items have the format of `fetch` results.
-            read: function that converts such a batch and its row to a `fetch` result.
-
-        Raises:
-            RunError: the loader has another sampler, larger batches, or a different number of rows than the manifest.
-        """
-        if loader.sampler is not self:
-            raise RunError("the loader has another sampler; give it this one: DataLoader(dataset, sampler=sampler)")
-        if loader.batch_size not in (None, 1):
-            raise RunError(
-                f"the loader has batch_size {loader.batch_size}, but the plan determines the rows of a micro-batch; "
-                "remove it (1), or set it to None if items are tokens"
-            )
-        self._session.metadata.manifest.require_rows(len(loader.dataset))  # type: ignore[arg-type]
-        has_masks = self._session.metadata.masked_sequences is not None
-        read = read or partial(_as_fetched, masked=has_masks)
-        is_planned = self._session.source is None
-        order = self.__iter__() if is_planned else (row for row in _popped(self._drawn))
-        return _LoadedInOrder(loader, order, read)
-
-
-class _LoadedInOrder:
-    """A `fetch` that must be called with the sampler's rows in order, after one extra call that checks for labels."""
-
-    def __init__(self, loader: DataLoader[Any], order: Iterator[int | None], read: Callable[[Any, int], Any]) -> None:
-        self._loader, self._read = loader, read
-        self._order = order  # order of the sampler
-        self._batches = iter(loader)  # created here, not in the session's thread: workers are forked from this process
-        self._is_begun = False
-
-    def __call__(self, row: int) -> Any:
-        if not self._is_begun:
-            self._is_begun = True
-            item = self._loader.dataset[row]
-            return self._read(item if self._loader.batch_size is None else self._loader.collate_fn([item]), row)
-        while (expected := next(self._order, -1)) is None:
-            next(self._batches)
-        if row != expected:
-            raise RunError(
-                f"the session needs row {row} of the data where the sampler has row {expected}; make a PlanSampler and "
-                "a loader for each call of steps(), with the same first_step"
-            )
-        return self._read(next(self._batches), row)
-
-
-def _popped(drawn: deque[int | None]) -> Iterator[int | None]:
-    while drawn:
-        yield drawn.popleft()
-
-
-def _as_fetched(batch: Any, row: int, *, masked: bool) -> Any:
-    return one_sequence(batch, row, masked=masked) if isinstance(batch, Mapping) else batch

@@ -1,7 +1,7 @@
-"""Hooks `transformers.Trainer`, and TRL's trainers based on it, to follow the plan.
+"""Hooks `transformers.Trainer`, TRL's trainers based on it, and accelerate's `Accelerator` to follow the plan.
 
-The training loop, the creation of the training loader, and the training step follow the plan. `train` also resumes a
-stopped run, and the trainer's accelerator is marked.
+Of a Trainer, the training loop, the creation of the training loader, and the training step follow the plan. `train`
+also resumes a stopped run, and the trainer's accelerator is marked.
 """
 
 from __future__ import annotations
@@ -13,15 +13,30 @@ from types import ModuleType
 from typing import Any
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.base import require_all
+from fcp_cli.integrations.base import Signatures, advice, require
+
+KNOWN_TO_WORK = ("5.23.0",)
+TRAINER: Signatures = {
+    "Trainer.train": ("resume_from_checkpoint",),
+    "Trainer._inner_training_loop": ("args",),
+    "Trainer.get_train_dataloader": (),
+    "Trainer.training_step": ("model", "inputs", "num_items_in_batch"),
+    "Trainer.compute_loss": ("model", "inputs", "num_items_in_batch"),
+    "Trainer.compute_loss_context_manager": (),
+    "Trainer.get_total_train_batch_size": ("args",),
+    "Trainer.create_accelerator_and_postprocess": (),
+}
+"""Methods of `transformers.trainer` that are hooked or called."""
 
 
 def hook_trainer(trainer: ModuleType) -> None:
     """Hook `transformers.trainer` right after its import, before the importing module uses it."""
-    from fcp_cli.integrations.hugging_face.checks import check_trainer_module
+    import transformers
+
     from fcp_cli.integrations.hugging_face.trainer import following, planned_loader, planned_step
 
-    check_trainer_module(trainer)
+    found = f"transformers {transformers.__version__}"
+    require(trainer, TRAINER, found=found, advice=advice("transformers", KNOWN_TO_WORK))
     kind: Any = trainer.Trainer
     train, get_loader, run_step = kind._inner_training_loop, kind.get_train_dataloader, kind.training_step
 
@@ -60,30 +75,30 @@ def hook_trainer(trainer: ModuleType) -> None:
     kind.training_step = training_step
 
 
-# Hooks the `Accelerator` methods called by plain training loops, so that they follow the plan.
+# The `Accelerator` methods called by plain training loops.
 #
 # The Trainer's own accelerator is exempt, since the Trainer itself is hooked.
 
-KNOWN_TO_WORK = ("1.15.0",)
+ACCELERATE_KNOWN_TO_WORK = ("1.15.0",)
 OF_TRAINER = "_fcp_of_trainer"
 """Attribute of an accelerator created by a Trainer."""
 _LOOP = "_fcp_loop"
 Hooked = Callable[..., Any]
 _MEETINGS = ("gather", "reduce", "wait_for_everyone", "save_state")
 
-RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Accelerator.prepare", ("args",)),
-    ("Accelerator.backward", ("loss",)),
-    ("Accelerator._do_sync", ()),
-    ("Accelerator.clip_grad_norm_", ("parameters", "max_norm")),
-    ("Accelerator.clip_grad_value_", ("parameters", "clip_value")),
-    ("Accelerator.load_state", ("input_dir",)),
-    ("Accelerator.skip_first_batches", ("dataloader", "num_batches")),
-    *((f"Accelerator.{name}", ()) for name in _MEETINGS),
-    ("GradientState._set_sync_gradients", ("sync_gradients",)),
-    ("DataLoaderDispatcher.total_batch_size", ()),
-)
-"""Methods of `accelerate.accelerator` that are hooked or called, with the arguments passed to them."""
+ACCELERATOR: Signatures = {
+    "Accelerator.prepare": ("args",),
+    "Accelerator.backward": ("loss",),
+    "Accelerator._do_sync": (),
+    "Accelerator.clip_grad_norm_": ("parameters", "max_norm"),
+    "Accelerator.clip_grad_value_": ("parameters", "clip_value"),
+    "Accelerator.load_state": ("input_dir",),
+    "Accelerator.skip_first_batches": ("dataloader", "num_batches"),
+    **{f"Accelerator.{name}": () for name in _MEETINGS},
+    "GradientState._set_sync_gradients": ("sync_gradients",),
+    "DataLoaderDispatcher.total_batch_size": (),
+}
+"""Methods of `accelerate.accelerator` that are hooked or called."""
 
 
 def hook_accelerator(accelerator: ModuleType) -> None:
@@ -91,7 +106,7 @@ def hook_accelerator(accelerator: ModuleType) -> None:
     import accelerate
 
     found = f"accelerate {accelerate.__version__}"
-    require_all(accelerator, RELIED_ON, package="accelerate", found=found, versions=KNOWN_TO_WORK)
+    require(accelerator, ACCELERATOR, found=found, advice=advice("accelerate", ACCELERATE_KNOWN_TO_WORK))
     kind: Any = accelerator.Accelerator
     hooks: tuple[tuple[str, Hooked], ...] = (
         ("prepare", _prepare),

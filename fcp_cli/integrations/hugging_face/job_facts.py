@@ -1,48 +1,33 @@
-"""Collects the inputs of a plan from a training loop: batch sizes, epochs, recipe, model, row lengths."""
+"""Inputs of a plan from a training loop (batch sizes, epochs, recipe, model), and the loop's session with its plan."""
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-import pyarrow as pa
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from fcp_cli.cost.recipe import Lora
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.base import replaced_packing
-from fcp_cli.integrations.hugging_face.data import (
-    CollatedRows,
-    RowSize,
-    RowSizes,
-    has_masks_of_types,
-    has_pictures,
-    stored_lengths,
-)
-from fcp_cli.plan.file import table_bytes, table_of
+from fcp_cli.integrations.hugging_face.data import CollatedRows
+from fcp_cli.integrations.hugging_face.packing import replaced_packing
+from fcp_cli.integrations.hugging_face.row_sizes import LoadedLengths, config_text
 from fcp_cli.plan.metadata import JobFacts, LastBatch, is_launched_without_plan, steps_per_epoch
 from fcp_cli.runtime.online import ProcessControl
 from fcp_cli.runtime.online_job import job_source
 from fcp_cli.runtime.session import Session, start
 from fcp_cli.runtime.transport import join_process_group
-from fcp_cli.util.files import replaced_atomically
-from fcp_cli.util.inputs import decode_json, open_input
-from fcp_cli.util.masks import MASK_COLUMN
+from fcp_cli.util.inputs import decode_json
 
 _ENCODERS: Final = frozenset({"visual", "vision_tower"})
-_CACHE: Final = "fcp/lengths"
-_ROWS_BY_EACH_WORKER: Final = 64  # minimum
-_PICTURES_BY_EACH_WORKER: Final = 8
 
 
 ZeroStage: TypeAlias = Literal["0", "1", "2", "3"]
@@ -199,11 +184,7 @@ def _config(model: Any) -> dict[str, Any]:
     """Return a model's config.json, including its name."""
     config = model.config
     name = Path(str(config.name_or_path or config.model_type)).name
-    return {**decode_json(_config_text(config)), "_name_or_path": name}
-
-
-def _config_text(config: Any) -> str:
-    return str(config.to_json_string(use_diff=False))
+    return {**decode_json(config_text(config)), "_name_or_path": name}
 
 
 def _freezes_vision(model: Any) -> bool:
@@ -261,102 +242,3 @@ def rows_of(session: Session, loader: Any, *, pairs: bool = False, config: Any =
     """Return a loader's rows in the form required by the session's plan."""
     lengths = None if session.source is None else session.source.lengths
     return CollatedRows(loader, session.plan, session.metadata, pairs=pairs, config=config, lengths=lengths)
-
-
-class LoadedLengths:
-    """Sizes of a trainer's training rows: from Arrow list offsets if possible, else from collated batches.
-
-    Args:
-        loader: the trainer's own loader.
-        pairs: whether a row is a preference pair.
-        config: model config, if the collator may return images and videos; None: it returns none.
-    """
-
-    def __init__(self, loader: Any, *, pairs: bool, config: Any = None) -> None:
-        self._loader, self._pairs, self._config = loader, pairs, config
-        if not hasattr(loader.dataset, "__len__") or not hasattr(loader.dataset, "__getitem__"):
-            raise RunError(
-                f"the training data is a {type(loader.dataset).__name__}, which is read as a stream: its lengths are "
-                "not known in advance; use data with random access (datasets.Dataset), or see docs/how-to/online.md"
-            )
-        self._cache = self._cache_file()  # now, since tokenizers remember their last call's settings
-
-    def __len__(self) -> int:
-        return len(self._loader.dataset)
-
-    def known(self) -> pa.Table | None:
-        """Return the sizes of all rows if stored or cached, else None; the longest row verifies stored lengths."""
-        stored = None if has_pictures(self._config) else stored_lengths(self._loader.dataset, pairs=self._pairs)
-        if stored is not None and len(stored):
-            longest = int(stored.argmax())
-            if self.read(range(longest, longest + 1)).column("length")[0].as_py() == stored[longest]:
-                return pa.table({"length": stored})
-        if self._cache is not None and self._cache.is_file():
-            with suppress(OSError, pa.ArrowInvalid), open_input(self._cache) as stream:
-                found = table_of(stream.read())
-                if len(found) == len(self):
-                    return found
-        return None
-
-    def read(self, rows: range) -> pa.Table:
-        """Collate rows one by one, in worker processes if there are many, and return their sizes."""
-        loader = self._loader
-        least = _PICTURES_BY_EACH_WORKER if has_pictures(self._config) else _ROWS_BY_EACH_WORKER
-        workers = loader.num_workers or min(_cores_of_a_rank(), len(rows) // least)
-        rows_read = RowSizes(loader.dataset, loader.collate_fn, rows, pairs=self._pairs, config=self._config)
-        reading = DataLoader(
-            rows_read,
-            batch_size=None,
-            num_workers=workers,
-            multiprocessing_context=loader.multiprocessing_context if loader.num_workers else None,
-            generator=torch.Generator(),
-        )
-        found = []
-        with torch.random.fork_rng(devices=[]):  # keep the random state as without a plan
-            for size in reading:
-                if isinstance(size, str):
-                    raise RunError(size)
-                found.append(size)
-        return _table_of(found, self._config)
-
-    def keep(self, table: pa.Table) -> None:
-        """Write the sizes to the user's cache if the data set and its collator can be identified."""
-        if self._cache is None or os.environ.get("LOCAL_RANK", "0") != "0":
-            return
-        with suppress(OSError):
-            self._cache.parent.mkdir(parents=True, exist_ok=True)
-            with replaced_atomically(self._cache) as temporary:
-                temporary.write_bytes(table_bytes(table))
-
-    def _cache_file(self) -> Path | None:
-        """Return the cache file for this data set and collator; None if either has no fingerprint."""
-        own = getattr(self._loader.dataset, "_fingerprint", None)
-        if not own:
-            return None
-        from datasets.fingerprint import Hasher
-
-        try:
-            collator = Hasher.hash(self._loader.collate_fn)
-        except Exception:  # the collator cannot be pickled, so it cannot be identified
-            return None
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        read_as = _config_text(self._config) if has_pictures(self._config) else str(self._pairs)
-        key = hashlib.sha256(f"{own} {collator} {read_as}".encode()).hexdigest()
-        return home / _CACHE / f"{key}.arrow"
-
-
-def _table_of(sizes: Sequence[RowSize], config: Any) -> pa.Table:
-    """Return the sizes as columns of a manifest."""
-    columns = {"length": pa.array([one.tokens for one in sizes], pa.int64())}
-    if has_pictures(config):
-        columns["vision_patches"] = pa.array([one.patches for one in sizes], pa.int64())
-        columns["vision_patch_pairs"] = pa.array([one.patch_pairs for one in sizes], pa.int64())
-    if has_masks_of_types(config):
-        columns["eta"] = pa.array([one.mask.eta(one.tokens) for one in sizes], pa.float64())
-        columns[MASK_COLUMN] = pa.array([one.mask.numbers for one in sizes], pa.list_(pa.int32()))
-    return pa.table(columns)
-
-
-def _cores_of_a_rank() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

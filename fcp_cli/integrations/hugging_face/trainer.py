@@ -1,4 +1,7 @@
-"""Follows a plan in a Trainer: its loader counts the plan's steps, and each optimizer step runs one of them."""
+"""Follows a plan in a Trainer, hooked under `fcp launch` or with the mixin `FollowsPlan`, and stops it on Ctrl-C.
+
+The Trainer's loader counts the plan's steps, and each optimizer step runs one of them.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,8 @@ from fcp_cli.integrations.transformers.preparation import SwitchedAttention, rec
 from fcp_cli.runs.run_dir import StoppedScript, forget_stopped, note_stopped, read_stopped
 from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.step import Step
+
+RUN_DIR_VARIABLE = "FCP_RUN_DIR"
 
 
 class TrainerFollower:
@@ -85,7 +90,7 @@ class TrainerFollower:
         updates = metadata.steps_per_epoch * self._trainer.args.gradient_accumulation_steps
         # The trainer only counts rows and batches; the session fetches their contents.
         rows: Any = range(metadata.manifest.rows)
-        return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=_empty_batch)
+        return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=lambda _: {})
 
     def run(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Run a plan step at the last accumulated batch before an optimizer step; do nothing at the others.
@@ -216,11 +221,6 @@ def base_model(model: Any) -> PreTrainedModel:
     return found
 
 
-def _empty_batch(rows: list[int]) -> Any:
-    """Return an empty batch for the trainer to pass to its step."""
-    return {}
-
-
 # A mixin that makes a `transformers.Trainer` subclass follow a plan explicitly.
 #
 #     class PlannedTrainer(fcp_cli.runtime.FollowsPlan, Trainer): ...
@@ -283,11 +283,6 @@ def planned_step(trainer: Any, step: Callable[..., Tensor], model: Any, inputs: 
     """Run a trainer's step: the plan's if it follows one, else its own."""
     follower: TrainerFollower | None = vars(trainer).get(_FOLLOWER)
     return step(model, inputs, num_items_in_batch) if follower is None else follower.run(model, inputs)
-
-
-# Handles Ctrl-C in a trainer that follows a plan: the step finishes, a checkpoint is written, and the script exits.
-
-RUN_DIR_VARIABLE = "FCP_RUN_DIR"
 
 
 class StopAtStepEnd(TrainerCallback):

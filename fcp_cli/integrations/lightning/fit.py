@@ -6,7 +6,7 @@ Each optimizer step runs the plan's micro-batches through the module's own `trai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.base import Refusals, refuse
 from fcp_cli.integrations.hugging_face.checks import check_global_batch, check_steps
 from fcp_cli.integrations.hugging_face.data import PlanSampler
 from fcp_cli.integrations.hugging_face.job_facts import (
@@ -45,9 +46,7 @@ class LightningFit:
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
-        for is_refused, reason in _refusals(trainer, loader):
-            if is_refused:
-                raise RunError(reason)
+        refuse(_refusals(trainer, loader))
         self._trainer, self._module = trainer, trainer.lightning_module
         self._batch_size = int(loader.batch_sampler.batch_size)
         self._model = PlannedModel(_trained_model(self._module))
@@ -202,7 +201,8 @@ def _logged_once(module: Any, position: int, microbatches: int) -> Iterator[None
 def _trained_model(module: nn.Module) -> nn.Module:
     """Return a module's transformers model with its adapters; raise RunError if other weights are trainable."""
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    found = [part for part in module.modules() if isinstance(part, PreTrainedModel) and _trains(part)]
+    models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
+    found = [part for part in models if any(parameter.requires_grad for parameter in part.parameters())]
     if not found:
         raise RunError(
             f"{type(module).__name__} trains no model of transformers, whose attention a plan could put on its rings; "
@@ -220,11 +220,7 @@ def _trained_model(module: nn.Module) -> nn.Module:
     return next((part for part in wrapped if part.get_base_model() is found[0]), found[0])
 
 
-def _trains(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _refusals(trainer: Any, loader: Any) -> Iterable[tuple[bool, str]]:
+def _refusals(trainer: Any, loader: Any) -> Refusals:
     strategy = type(trainer.strategy).__name__
     yield (
         strategy not in _STRATEGIES,

@@ -14,25 +14,22 @@ from typing import Any
 
 from torch import nn
 
-from fcp_cli.integrations.base import require_all
+from fcp_cli.integrations.base import Signatures, advice, require
 from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.step import Step
 
 KNOWN_TO_WORK = ("2.6.6",)
 _FIT = "_fcp_fit"
-RELIED_ON: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("_process_dataloader", ("trainer", "stage", "dataloader")),
-    ("_FitLoop.teardown", ()),
-)
-"""Functions of `lightning.pytorch.loops.fit_loop` that are hooked, with the arguments that are given to them."""
-RELIED_ON_OF_STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Closure", ("step_fn", "backward_fn", "zero_grad_fn")),
-    ("ClosureResult", ("closure_loss", "extra")),
-    ("_AutomaticOptimization._make_closure", ("kwargs", "optimizer", "batch_idx")),
-    ("_AutomaticOptimization._make_backward_fn", ("optimizer",)),
-    ("_AutomaticOptimization._make_zero_grad_fn", ("batch_idx", "optimizer")),
-    ("_AutomaticOptimization._training_step", ("kwargs",)),
-)
+RELIED_ON: Signatures = {"_process_dataloader": ("trainer", "stage", "dataloader"), "_FitLoop.teardown": ()}
+"""Functions of `lightning.pytorch.loops.fit_loop` that are hooked."""
+RELIED_ON_OF_STEPS: Signatures = {
+    "Closure": ("step_fn", "backward_fn", "zero_grad_fn"),
+    "ClosureResult": ("closure_loss", "extra"),
+    "_AutomaticOptimization._make_closure": ("kwargs", "optimizer", "batch_idx"),
+    "_AutomaticOptimization._make_backward_fn": ("optimizer",),
+    "_AutomaticOptimization._make_zero_grad_fn": ("batch_idx", "optimizer"),
+    "_AutomaticOptimization._training_step": ("kwargs",),
+}
 """The same of `lightning.pytorch.loops.optimization.automatic`."""
 
 
@@ -42,7 +39,7 @@ def hook_fit_loop(fit_loop: ModuleType) -> None:
     automatic = importlib.import_module(f"{package}.loops.optimization.automatic")
     found = f"Lightning {importlib.import_module(package).__version__}"
     for module, wanted in ((fit_loop, RELIED_ON), (automatic, RELIED_ON_OF_STEPS)):
-        require_all(module, wanted, package="lightning", found=found, versions=KNOWN_TO_WORK)
+        require(module, wanted, found=found, advice=advice("lightning", KNOWN_TO_WORK))
     _hook_loader_and_teardown(fit_loop)
     _hook_steps(automatic)
 
@@ -103,7 +100,7 @@ def _hook_steps(automatic: Any) -> None:
     loop_class._make_closure = _make_closure
 
 
-# Provides the steps of a plan as a data loader for Lightning's Trainer.
+# Manual optimization: the steps of a plan as a data loader.
 #
 #     class Model(lightning.LightningModule):
 #         automatic_optimization = False

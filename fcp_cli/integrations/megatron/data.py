@@ -1,4 +1,4 @@
-"""Reads a rank's planned samples from the data set behind the script's data iterator.
+"""Batches of a plan in a Megatron script: a rank's planned samples, from the data set behind its data iterator.
 
 Every data-parallel rank of Megatron has a DataLoader over the whole data set, with a sampler that knows the number of
 consumed samples. The iterator itself is not advanced: each rank reads its planned rows from the data set and keeps the
@@ -31,9 +31,9 @@ from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.setup import held_tokens, padded_tokens, padding_multiple
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.cursor import PlanCursor, Prefetched, note_follower, require_length
+from fcp_cli.runtime.cursor import PlanCursor, Prefetched, RankMicroBatches, note_follower, require_length
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
-from fcp_cli.runtime.loader import LoadedStep, load_steps, require_same
+from fcp_cli.runtime.loader import load_steps, pinned, require_same
 from fcp_cli.runtime.ring import Ring
 from fcp_cli.util.masks import CAUSAL, Mask, MaskRows, segments
 
@@ -50,6 +50,46 @@ _ENDS_OF_PACKS = ("cu_seqlens_q_padded", "cu_seqlens_padded", "cu_seqlens_q", _E
 
 # Random samplers use their own order, and count samples ahead of training.
 _RANDOM_SAMPLER = "MegatronPretrainingRandomSampler"
+_STEPS_AHEAD = 2  # that are prefetched
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedMicroBatch:
+    """A rank's shard of one row of the plan.
+
+    Attributes:
+        row: row of the plan.
+        batch: batch for the script's data iterator: tensors [1, tokens], and placeholders for the rest.
+        ring: ring for its attention.
+        positions: [tokens] int64, position of each token in its sequence.
+        is_planned: [tokens] bool, False for padding.
+        longest_tokens: length of the longest sequence, with padding; 1 if there is none.
+        lengths: tokens of each sequence, without padding.
+        owners: [tokens] int64, sequence index of each token, and the number of sequences for padding; None unless the
+            router has a loss.
+        ahead: tokens after each token, for multi-token prediction.
+        packed: PackedSeqParams with a process group, if Transformer Engine computes attention.
+    """
+
+    row: MicroBatch
+    batch: Mapping[str, Any]
+    ring: Ring
+    positions: Tensor
+    is_planned: Tensor
+    longest_tokens: int
+    lengths: tuple[int, ...] = ()
+    owners: Tensor | None = None
+    ahead: Ahead | None = None
+    packed: Any = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in the shard, with padding."""
+        return self.positions.shape[0]
+
+
+current_microbatch: ContextVar[PlannedMicroBatch | None] = ContextVar("current_microbatch", default=None)
+"""Set only while the script's forward step runs: backward functions were bound at forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +155,7 @@ class LocalShard:
         )
 
 
-LocalStep: TypeAlias = LoadedStep[LocalShard]
+LocalMicroBatches: TypeAlias = RankMicroBatches[LocalShard]
 
 
 def find_samples(data_iterator: Any) -> Samples:
@@ -360,9 +400,87 @@ def _ends_by(mask: Tensor, at: int, length: int) -> list[int]:
         ends.append(first)
 
 
-# Prefetches a plan's steps from a Megatron script's data set.
+def padding_report(plan: Path, metadata: PlanMetadata, *, tensor_parallel: int) -> str:
+    """Return the share of padding in a plan, for the start-up log line; reads the whole plan.
 
-_STEPS_AHEAD = 2
+    Args:
+        plan: plan file.
+        metadata: metadata of the plan.
+        tensor_parallel: devices over which sequence parallelism divides a rank's tokens; 1 without it.
+    """
+    needed = padding_multiple(tensor_parallel)
+    tokens = held = 0
+    for step in PlanReader(plan).steps():
+        tokens += int(step.tokens.sum())
+        held += int(held_tokens(step, needed).sum())
+    share = f"{held / max(tokens, 1) - 1:.1%} padding"
+    if metadata.padding_multiple is not None and metadata.padding_multiple % needed == 0:
+        return f"{share}, which the plan counts"
+    devices = f" --tensor-parallel {tensor_parallel}" if tensor_parallel > 1 else ""
+    return f"{share}, which the plan does not count ('fcp plan --padded-rings{devices}' does)"
+
+
+# Following tokens of a shard, for multi-token prediction.
+#
+# At the end of a chunk, the following tokens belong to other ranks. Every rank reads whole sequences, so it takes
+# them from there, without communication.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ahead:
+    """A shard's per-token values 1, 2, ... places ahead in their sequence; 0 beyond its end.
+
+    Attributes:
+        values: values by name, [places, ..., tokens].
+        ratio: [places, tokens], per sequence: (tokens with a loss) / (tokens with a loss that many places ahead).
+        counts: mean tokens with a loss 0, 1, 2, ... places ahead, per sequence of the row.
+    """
+
+    values: Mapping[str, Tensor]
+    ratio: Tensor
+    counts: tuple[float, ...]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Ahead:
+        """Apply a function (pin, or move to a device) to every tensor."""
+        values = {name: function(tensor) for name, tensor in self.values.items()}
+        return replace(self, values=values, ratio=function(self.ratio))
+
+
+def look_ahead(
+    items: Sequence[Mapping[str, Tensor]],
+    names: Sequence[str],
+    mask: str,
+    places: int,
+    shard_of: Callable[[Sequence[Tensor]], Tensor],
+) -> Ahead:
+    """Return the tokens after those of a shard.
+
+    Args:
+        items: whole sequences of the row.
+        names: names of the wanted values; missing ones are skipped.
+        mask: name of the loss mask; without one, every token has a loss.
+        places: number of places to look ahead.
+        shard_of: slices the shard out of whole sequences.
+    """
+    masks = [item[mask] if mask in item else torch.ones(next(iter(item.values())).shape[-1]) for item in items]
+    counts = [[float(_moved(one, place).sum()) for one in masks] for place in range(places + 1)]
+    # At least 1, for sequences too short to have a loss that far ahead; their weight is unused.
+    ratios = [
+        [one.new_full(one.shape, own / max(ahead, 1.0)) for one, own, ahead in zip(masks, counts[0], row, strict=True)]
+        for row in counts[1:]
+    ]
+    values = {
+        name: torch.stack([shard_of([_moved(item[name], place + 1) for item in items]) for place in range(places)])
+        for name in names
+        if name in items[0]
+    }
+    ratio = torch.stack([shard_of(row) for row in ratios])
+    return Ahead(values=values, ratio=ratio, counts=tuple(sum(row) / len(items) for row in counts))
+
+
+def _moved(tensor: Tensor, places: int) -> Tensor:
+    """Shift per-token values towards the beginning of the sequence, padding with zeros."""
+    return pad(tensor[..., places:], (0, min(places, tensor.shape[-1])))
 
 
 class PlannedData:
@@ -391,11 +509,11 @@ class PlannedData:
         self._replica = parallel_state.get_model_parallel_group()
         self._shares_data: bool | None = None
         self._iterator: Any = None
-        self._steps: Prefetched[LocalStep] | None = None
-        self._current: LocalStep | None = None
+        self._steps: Prefetched[LocalMicroBatches] | None = None
+        self._current: LocalMicroBatches | None = None
         self._next_step = 0
 
-    def next_step(self, data_iterator: Any) -> LocalStep:
+    def next_step(self, data_iterator: Any) -> LocalMicroBatches:
         """Return the next step, read here, or broadcast by the process of this replica that reads data."""
         if self._shares_data is None:
             self._shares_data = shares_data(data_iterator, self._replica, self._device)
@@ -404,9 +522,9 @@ class PlannedData:
             return read()
         note_follower(self._plan)  # processes that receive the step never read the plan file
         step = share(read, self._replica)
-        return step.pinned() if self._device.type == "cuda" else step
+        return pinned(step) if self._device.type == "cuda" else step
 
-    def _read(self, data_iterator: Any) -> LocalStep:
+    def _read(self, data_iterator: Any) -> LocalMicroBatches:
         if data_iterator is not self._iterator or self._steps is None:
             self._open(data_iterator)
         assert self._steps is not None
@@ -419,7 +537,7 @@ class PlannedData:
                 f"the plan {self._plan} ends after {self._metadata.steps} steps, but the script trains on; plan more "
                 "with 'fcp plan --epochs'"
             )
-        self._current, self._next_step = step, step.plan.step + 1
+        self._current, self._next_step = step, step.step + 1
         return step
 
     def _open(self, data_iterator: Any) -> None:
@@ -525,12 +643,12 @@ def shares_data(data_iterator: Any, replica: dist.ProcessGroup, device: torch.de
     return bool(lacking)
 
 
-def share(read: Callable[[], LocalStep], replica: dist.ProcessGroup) -> LocalStep:
+def share(read: Callable[[], LocalMicroBatches], replica: dist.ProcessGroup) -> LocalMicroBatches:
     """Read a step on the first process of a replica, and broadcast it to all. Collective."""
     first = dist.get_process_group_ranks(replica)[0]
     found: list[Any] = [read() if dist.get_rank() == first else None]
     dist.broadcast_object_list(found, src=first, group=replica)
-    step: LocalStep = found[0]
+    step: LocalMicroBatches = found[0]
     return step
 
 
@@ -541,11 +659,17 @@ def share(read: Callable[[], LocalStep], replica: dist.ProcessGroup) -> LocalSte
 
 _SPLITS = "prepare_finetuning_batch"
 _CYCLES = "cyclic_iter"
+_BRIDGE_ADVICE = 'versions 0.3.1 to 0.7.0 have it; set dataset.dataloader_type="single"'
 
 
 def hook_splitting(module: ModuleType) -> None:
     """Skip the split in training steps, detected by enabled gradients; evaluation is unchanged."""
-    _require(module, _SPLITS, ("data_iterator", "num_microbatches", "default_seq_length"))
+    require(
+        module,
+        {_SPLITS: ("data_iterator", "num_microbatches", "default_seq_length")},
+        found="Megatron-Bridge",
+        advice=_BRIDGE_ADVICE,
+    )
     split = getattr(module, _SPLITS)
 
     @wraps(split)
@@ -559,13 +683,8 @@ def hook_splitting(module: ModuleType) -> None:
 
 def hook_cycling(module: ModuleType) -> None:
     """Replace Bridge's endless loader, a generator, with one that exposes its data set."""
-    _require(module, _CYCLES, ())
+    require(module, {_CYCLES: ()}, found="Megatron-Bridge", advice=_BRIDGE_ADVICE)
     setattr(module, _CYCLES, Cycle)
-
-
-def _require(module: ModuleType, name: str, parameters: tuple[str, ...]) -> None:
-    advice = 'versions 0.3.1 to 0.7.0 have it; set dataset.dataloader_type="single"'
-    require(module, name, parameters, found="Megatron-Bridge", advice=advice)
 
 
 class Cycle:
@@ -584,131 +703,3 @@ class Cycle:
 
     def __next__(self) -> Any:
         return next(self._rows)
-
-
-# A planned micro-batch in a Megatron script, and the current one.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedMicroBatch:
-    """A rank's shard of one row of the plan.
-
-    Attributes:
-        row: row of the plan.
-        batch: batch for the script's data iterator: tensors [1, tokens], and placeholders for the rest.
-        ring: ring for its attention.
-        positions: [tokens] int64, position of each token in its sequence.
-        is_planned: [tokens] bool, False for padding.
-        longest_tokens: length of the longest sequence, with padding; 1 if there is none.
-        lengths: tokens of each sequence, without padding.
-        owners: [tokens] int64, sequence index of each token, and the number of sequences for padding; None unless the
-            router has a loss.
-        ahead: tokens after each token, for multi-token prediction.
-        packed: PackedSeqParams with a process group, if Transformer Engine computes attention.
-    """
-
-    row: MicroBatch
-    batch: Mapping[str, Any]
-    ring: Ring
-    positions: Tensor
-    is_planned: Tensor
-    longest_tokens: int
-    lengths: tuple[int, ...] = ()
-    owners: Tensor | None = None
-    ahead: Ahead | None = None
-    packed: Any = None
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in the shard, with padding."""
-        return self.positions.shape[0]
-
-
-current_microbatch: ContextVar[PlannedMicroBatch | None] = ContextVar("current_microbatch", default=None)
-"""Set only while the script's forward step runs: backward functions were bound at forward."""
-
-
-# Padding added by rings of equal chunks, and whether the plan accounts for it.
-
-
-def padding_report(plan: Path, metadata: PlanMetadata, *, tensor_parallel: int) -> str:
-    """Return the share of padding in a plan, for the start-up log line; reads the whole plan.
-
-    Args:
-        plan: plan file.
-        metadata: metadata of the plan.
-        tensor_parallel: devices over which sequence parallelism divides a rank's tokens; 1 without it.
-    """
-    needed = padding_multiple(tensor_parallel)
-    tokens = held = 0
-    for step in PlanReader(plan).steps():
-        tokens += int(step.tokens.sum())
-        held += int(held_tokens(step, needed).sum())
-    share = f"{held / max(tokens, 1) - 1:.1%} padding"
-    if metadata.padding_multiple is not None and metadata.padding_multiple % needed == 0:
-        return f"{share}, which the plan counts"
-    devices = f" --tensor-parallel {tensor_parallel}" if tensor_parallel > 1 else ""
-    return f"{share}, which the plan does not count ('fcp plan --padded-rings{devices}' does)"
-
-
-# Following tokens of a shard, for multi-token prediction.
-#
-# At the end of a chunk, the following tokens belong to other ranks. Every rank reads whole sequences, so it takes
-# them from there, without communication.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ahead:
-    """A shard's per-token values 1, 2, ... places ahead in their sequence; 0 beyond its end.
-
-    Attributes:
-        values: values by name, [places, ..., tokens].
-        ratio: [places, tokens], per sequence: (tokens with a loss) / (tokens with a loss that many places ahead).
-        counts: mean tokens with a loss 0, 1, 2, ... places ahead, per sequence of the row.
-    """
-
-    values: Mapping[str, Tensor]
-    ratio: Tensor
-    counts: tuple[float, ...]
-
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> Ahead:
-        """Apply a function (pin, or move to a device) to every tensor."""
-        values = {name: function(tensor) for name, tensor in self.values.items()}
-        return replace(self, values=values, ratio=function(self.ratio))
-
-
-def look_ahead(
-    items: Sequence[Mapping[str, Tensor]],
-    names: Sequence[str],
-    mask: str,
-    places: int,
-    shard_of: Callable[[Sequence[Tensor]], Tensor],
-) -> Ahead:
-    """Return the tokens after those of a shard.
-
-    Args:
-        items: whole sequences of the row.
-        names: names of the wanted values; missing ones are skipped.
-        mask: name of the loss mask; without one, every token has a loss.
-        places: number of places to look ahead.
-        shard_of: slices the shard out of whole sequences.
-    """
-    masks = [item[mask] if mask in item else torch.ones(next(iter(item.values())).shape[-1]) for item in items]
-    counts = [[float(_moved(one, place).sum()) for one in masks] for place in range(places + 1)]
-    # At least 1, for sequences too short to have a loss that far ahead; their weight is unused.
-    ratios = [
-        [one.new_full(one.shape, own / max(ahead, 1.0)) for one, own, ahead in zip(masks, counts[0], row, strict=True)]
-        for row in counts[1:]
-    ]
-    values = {
-        name: torch.stack([shard_of([_moved(item[name], place + 1) for item in items]) for place in range(places)])
-        for name in names
-        if name in items[0]
-    }
-    ratio = torch.stack([shard_of(row) for row in ratios])
-    return Ahead(values=values, ratio=ratio, counts=tuple(sum(row) / len(items) for row in counts))
-
-
-def _moved(tensor: Tensor, places: int) -> Tensor:
-    """Shift per-token values towards the beginning of the sequence, padding with zeros."""
-    return pad(tensor[..., places:], (0, min(places, tensor.shape[-1])))

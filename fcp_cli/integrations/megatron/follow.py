@@ -17,25 +17,25 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.base import refuse
 from fcp_cli.integrations.megatron import checks
 from fcp_cli.integrations.megatron.data import (
     LOSS_MASK,
+    LocalMicroBatches,
     LocalShard,
-    LocalStep,
     PlannedData,
     PlannedMicroBatch,
     current_microbatch,
     load_shard,
     padding_report,
 )
-from fcp_cli.integrations.megatron.model import Stack, device_of, recompute_as_needed, unwrapped
+from fcp_cli.integrations.megatron.model import MegatronStack, device_of, recompute_as_needed, unwrapped
 from fcp_cli.integrations.megatron.probe import probe
 from fcp_cli.integrations.megatron.transformer_engine import PlanProcessGroups, make_rings, wants_rings
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch
-from fcp_cli.runtime.cursor import RankStep
 from fcp_cli.runtime.launcher import end_with_launcher
-from fcp_cli.runtime.metrics import RunningStep
+from fcp_cli.runtime.metrics import ClockMarks
 from fcp_cli.runtime.plan_agreement import require_causal, require_training
 from fcp_cli.runtime.rank_job import RankJob
 from fcp_cli.runtime.ring import Ring
@@ -53,10 +53,12 @@ class Follower:
         stack: stack of the model.
     """
 
-    def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: Stack) -> None:
+    def __init__(self, plan: Path, arguments: Mapping[str, Any], stack: MegatronStack) -> None:
         end_with_launcher()
         self.stack = stack
-        self._chunks = checks.check_chunks(arguments["model"])
+        model = arguments["model"]
+        self._chunks = list(model) if isinstance(model, list) else [model]  # one per virtual stage
+        refuse(checks.sharding_refusals(self._chunks))
         self._config = get_model_config(self._chunks[0])  # the only one that the schedule reads
         models = [unwrapped(chunk) for chunk in self._chunks]
         for model in models:
@@ -111,19 +113,21 @@ class Follower:
         require_training(metadata, self._plan, None if self.stack.recomputes_as_needed else self.stack.name)
         if not self.stack.follows_masks:
             require_causal(metadata, self._plan, self.stack.name)
-        checks.check_interleaving(
-            self._config,
-            len(self._chunks),
-            metadata.virtual_stages,
-            stages=pipeline_parallel,
-            is_sharded=self._sharded,
-        )
-        checks.check_waves(
-            pipeline_parallel,
-            parallel_state.get_expert_model_parallel_world_size(),
-            metadata.sync,
-            times_pipelines=metadata.pipeline is not None,
-            sharded=self._sharded,
+        refuse(
+            checks.interleaving_refusals(
+                self._config,
+                len(self._chunks),
+                metadata.virtual_stages,
+                stages=pipeline_parallel,
+                is_sharded=self._sharded,
+            ),
+            checks.wave_refusals(
+                pipeline_parallel,
+                parallel_state.get_expert_model_parallel_world_size(),
+                metadata.sync,
+                times_pipelines=metadata.pipeline is not None,
+                sharded=self._sharded,
+            ),
         )
         if pipeline_parallel > 1:
             self._config.variable_seq_lengths = True  # makes stages exchange shapes
@@ -151,7 +155,7 @@ class Follower:
         planned = self.planned(arguments)
         with self.stack.around_step(), held:
             reports = schedule(**planned)
-        self.watch.leave()
+        self.watch.end()
         self.measured.leave()
         return self.stack.totals(reports)
 
@@ -168,7 +172,7 @@ class Follower:
         if is_first:
             self._announce(step, self._probe(step))
             self._is_announced = True
-        self.measured.begin(step.plan)
+        self.measured.begin(step)
         last = len(self._chunks) - 1
         batches = [
             _Batches(self, step, chunk, is_last=chunk == last, counts_tokens=is_first) for chunk in range(last + 1)
@@ -181,7 +185,7 @@ class Follower:
             "micro_batch_size": 1,  # a row of the plan is one pack
         }
 
-    def _probe(self, step: LocalStep) -> str:
+    def _probe(self, step: LocalMicroBatches) -> str:
         """Run the probe before the first step, if enabled and possible; return its outcome for the log."""
         # Rank 0 decides, since the run directory may no longer look new to nodes that start later.
         wanted = torch.tensor(int(os.environ.get(_PROBE_VARIABLE) != "0"), device=self._device)
@@ -192,7 +196,7 @@ class Follower:
             return f"not probed ({_PROBE_VARIABLE}=0)"
         difference = probe(
             self._models,
-            step.plan.rows,
+            step.rows,
             self.enter,
             load=partial(self._load, places_ahead=0),
             rank=self._rank,
@@ -201,13 +205,13 @@ class Follower:
         )
         return f"probe: attention within {difference:.0e}"
 
-    def _announce(self, step: LocalStep, probed: str) -> None:
+    def _announce(self, step: LocalMicroBatches, probed: str) -> None:
         if dist.get_rank() == 0:
             padding = ""
             if self._even_chunks:
                 padding = f"; {padding_report(self._plan, self.metadata, tensor_parallel=self._multiple)}"
             print(
-                f"fcp: following {self._plan} (plan hash {self.metadata.plan_hash[:12]}) from step {step.plan.step} of "
+                f"fcp: following {self._plan} (plan hash {self.metadata.plan_hash[:12]}) from step {step.step} of "
                 f"{self.metadata.steps}, {self.metadata.num_ranks} ranks, sync {self.metadata.sync}; "
                 f"{self.stack.name}, {sum(self._layers)} attention layers hooked"
                 f"{f' on {self._engine}' if self._engine is not None else ''}{padding}; {probed}",
@@ -215,13 +219,13 @@ class Follower:
                 flush=True,
             )
 
-    def _check_batch(self, step: LocalStep, arguments: Mapping[str, Any]) -> None:
+    def _check_batch(self, step: LocalMicroBatches, arguments: Mapping[str, Any]) -> None:
         """Raise RunError unless the script's global batch equals the plan's; its checkpoints count samples."""
         ranks = parallel_state.get_data_parallel_world_size()
         per_rank, size = arguments["num_microbatches"], arguments["micro_batch_size"]
-        if per_rank * size * ranks != step.plan.sequences:
+        if per_rank * size * ranks != step.sequences:
             raise RunError(
-                f"step {step.plan.step} of the plan has {step.plan.sequences} sequences, but the script trains on "
+                f"step {step.step} of the plan has {step.sequences} sequences, but the script trains on "
                 f"{per_rank * size * ranks} ({ranks} ranks x {per_rank} micro-batches of {size}); give it "
                 f"--global-batch-size {self.metadata.global_batch_size}, or plan with the script's"
             )
@@ -283,7 +287,9 @@ class _Batches:
     `counts_tokens` compares the script's token count with its loss mask, which synchronizes with the device.
     """
 
-    def __init__(self, follower: Follower, step: LocalStep, chunk: int, *, is_last: bool, counts_tokens: bool) -> None:
+    def __init__(
+        self, follower: Follower, step: LocalMicroBatches, chunk: int, *, is_last: bool, counts_tokens: bool
+    ) -> None:
         self._follower = follower
         self._chunk, self._is_last = chunk, is_last
         self._shards: Iterator[LocalShard] = iter(step.shards)
@@ -307,7 +313,7 @@ class _Batches:
         """Run the script's forward step within the chunk's next micro-batch."""
         microbatch = self._follower.enter(next(self._shards))
         # Its backward runs before the next forward, except in pipelines, which have several in flight.
-        self._follower.watch.go_on(microbatch.row.step, microbatch.row)
+        self._follower.watch.begin(microbatch.row.step, microbatch.row)
         self._follower.measured.go_on(microbatch.row, is_last_chunk=self._is_last)
         self._microbatch, self._read = microbatch, 0
         token = current_microbatch.set(microbatch)
@@ -353,7 +359,7 @@ def _checked_loss(
     return checked
 
 
-# Keeps Megatron's DDP from communicating within the forwards and backwards of a planned step, which could deadlock.
+# Communication of Megatron's DDP outside of the forwards and backwards of a planned step, where it could deadlock.
 #
 # Members of a ring may be at different points of their step: it is the last micro-batch of one and not of another. An
 # all-rank reduction or gather between two hops of the ring would wait for a rank that itself waits for the next hop.
@@ -453,13 +459,13 @@ class ScheduleRecorder:
     def __init__(self, job: RankJob) -> None:
         self._recorder, self._clock = job.recorder, job.clock
         self._is_open = False
-        self._record: RunningStep | None = None
+        self._record: ClockMarks | None = None
         self._running: tuple[int, Any] | None = None  # order and begin
         self._first: Any = None  # mark of the step's first forward
         self._sums: list[Tensor] = []
         self._tokens: list[Tensor] = []
 
-    def begin(self, step: RankStep) -> None:
+    def begin(self, step: LocalMicroBatches) -> None:
         """Begin a step, which also ends the previous one, including its optimizer step."""
         if self._recorder is None:
             return
@@ -481,7 +487,7 @@ class ScheduleRecorder:
         self._close(now)
         self._recorder.enter()
         # The first micro-batch of a step starts with the step's first forward, of any chunk.
-        self._running = (row.order, now if self._record.marks else self._first)
+        self._running = (row.order, now if self._record.microbatches else self._first)
 
     def add_loss(self, loss_sum: Any, tokens: Any) -> None:
         """Record a micro-batch's loss sum and number of tokens, as returned by the script's loss function."""
@@ -500,5 +506,5 @@ class ScheduleRecorder:
     def _close(self, now: Any) -> None:
         if self._running is not None and self._record is not None:
             order, begin = self._running
-            self._record.marks.append((order, begin, now))
+            self._record.microbatches.append((order, begin, now))
             self._running = None

@@ -1,4 +1,4 @@
-"""Hooks attention and rotary embeddings of a GPTModel or HybridModel to follow the micro-batch of each call.
+"""Hooks a GPTModel or HybridModel to follow the micro-batch of each call: attention, rotary tables, recomputation.
 
 No state is kept in modules or in Megatron's parallel state. The ring is an attribute of the call's PackedSeqParams,
 which every layer passes on and recomputation saves. The rotary table is sliced to the positions of the shard, and is a
@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from fcp_cli.cost.levels import RecomputeLevel
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.megatron import checks
+from fcp_cli.integrations.base import Refusals, refuse
+from fcp_cli.integrations.megatron import checks, multi_token
 from fcp_cli.integrations.megatron.checks import balances_experts, is_sharded, predicts_several
 from fcp_cli.integrations.megatron.data import PlannedMicroBatch, current_microbatch
-from fcp_cli.integrations.megatron.multi_token import check_multi_token, hook_multi_token
 from fcp_cli.integrations.megatron.router_losses import hook_losses
 from fcp_cli.integrations.megatron.transformer_engine import attend
 from fcp_cli.plan.setup import Pipeline
@@ -177,121 +177,6 @@ def _count_tokens(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tens
     router.local_tokens_per_expert += (routing_map.bool() & is_planned[:, None]).sum(dim=0)
 
 
-def unwrapped(chunk: nn.Module) -> Any:
-    """Return the GPTModel or HybridModel inside DDP and precision wrappers."""
-    inner: Any = chunk
-    while isinstance(getattr(inner, "module", None), nn.Module):
-        inner = inner.module
-    if not isinstance(inner, model_classes()):
-        raise RunError(
-            f"the model is a {type(inner).__name__}, not a GPTModel or HybridModel of megatron-core; a plan cannot "
-            "drive it"
-        )
-    return inner
-
-
-def model_classes() -> tuple[type, ...]:
-    """Return the language model classes of this megatron-core; newer versions also have HybridModel."""
-    try:
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-    except ImportError:
-        return (GPTModel,)
-    return GPTModel, HybridModel
-
-
-def device_of(models: Iterable[nn.Module]) -> torch.device:
-    """Return the device of the models' parameters; single models may have none."""
-    return next(parameter.device for model in models for parameter in model.parameters())
-
-
-# Interface to the software stack of a GPTModel: plain megatron-core here; MindSpeed patches it and has its own.
-
-
-class Stack(Protocol):
-    """Stack that runs a GPTModel under a plan.
-
-    Attributes:
-        even_chunks: whether sequences are padded to equal chunks.
-        engine_rings: whether Transformer Engine's rings are used if the model has them.
-        follows_masks: whether it supports plans with attention masks.
-        recomputes_as_needed: whether it supports as-needed recomputation.
-    """
-
-    even_chunks: bool
-    engine_rings: bool
-    follows_masks: bool
-    recomputes_as_needed: bool
-
-    @property
-    def name(self) -> str:
-        """Name and version, for messages."""
-        ...
-
-    def check(self, config: Any, model: Any) -> None:
-        """Raise RunError if this configuration, or this model, cannot follow a plan."""
-        ...
-
-    def hook(self, model: Any, transport: ProcessTransport) -> int:
-        """Hook the model to follow the micro-batch of each call; return its attention calls per forward."""
-        ...
-
-    def around_step(self) -> AbstractContextManager[None]:
-        """Return the context in which the schedule runs one step."""
-        ...
-
-    def around_script(self) -> AbstractContextManager[None]:
-        """Return the context in which the script's forward step and its loss function run."""
-        ...
-
-    def without_ring(self, model: Any, layer: Any) -> AbstractContextManager[None]:
-        """Return a context in which this layer computes attention over whole sequences without a ring."""
-        ...
-
-    def totals(self, reports: Any) -> Any:
-        """Convert the loss reports per micro-batch to the schedule's result for the script."""
-        ...
-
-
-class MegatronStack:
-    """Plain megatron-core with context-parallel size 1, so that no static group must be hidden."""
-
-    even_chunks = False
-    engine_rings = True
-    follows_masks = True
-    recomputes_as_needed = True
-
-    @property
-    def name(self) -> str:
-        return f"megatron-core {checks.megatron_version()}"
-
-    def check(self, config: Any, model: Any) -> None:
-        checks.check_model_classes()
-        checks.check_config(config)
-        if checks.balances_experts(config):
-            checks.check_routers()
-        if checks.predicts_several(config):
-            check_multi_token()
-        checks.check_layers(model)
-
-    def hook(self, model: Any, transport: ProcessTransport) -> int:
-        if checks.balances_experts(model.config):
-            hook_losses(model)
-        repeated = hook_multi_token(model) if checks.predicts_several(model.config) else 0
-        return hook_model(model) + repeated
-
-    def around_step(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def around_script(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def without_ring(self, model: Any, layer: Any) -> AbstractContextManager[None]:
-        return nullcontext()  # modules run without a ring unless a micro-batch is current
-
-    def totals(self, reports: Any) -> Any:
-        return reports
-
-
 # Multi-latent attention (MLA) under a plan, whose layers compute and rotate their own queries and keys.
 #
 # Other layers get the rotary table as an argument; these compute it themselves, also in a recomputed forward. If they
@@ -372,9 +257,10 @@ def recompute_as_needed(
     Raises:
         RunError: a setting of the job prevents recomputing single layers.
     """
-    reason = next((reason for is_refused, reason in _refusals(chunk, model) if is_refused), None)
-    if reason is not None:
-        raise RunError(f"the plan recomputes layers as needed, but {reason}, or plan with --recompute selective")
+    refuse(
+        (is_refused, f"the plan recomputes layers as needed, but {reason}, or plan with --recompute selective")
+        for is_refused, reason in _recompute_refusals(chunk, model)
+    )
     config, layers = model.config, model.decoder.layers
     # Levels count all tokens of a rank, of which a process holds a fraction under sequence parallelism.
     rows = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -395,8 +281,8 @@ def _recomputed_forward(
     return chosen.run(index, layer, hidden_states, *args, **kwargs)
 
 
-def _refusals(chunk: Any, model: Any) -> Iterable[tuple[bool, str]]:
-    """Yield (is refused, message) for each setting that contradicts the plan."""
+def _recompute_refusals(chunk: Any, model: Any) -> Refusals:
+    """Yield settings that contradict the plan, each with a clause."""
     config = model.config
     granularity = config.recompute_granularity
     yield granularity is not None, f"the job recomputes them by itself; drop --recompute-granularity {granularity}"
@@ -411,3 +297,87 @@ def _refusals(chunk: Any, model: Any) -> Iterable[tuple[bool, str]]:
         config.cpu_offloading or bool(getattr(config, "fine_grained_activation_offloading", False)),
         "the job offloads activations; drop --cpu-offloading-num-layers and --fine-grained-activation-offloading",
     )
+
+
+# The software stack around a model: plain megatron-core here; MindSpeed patches it and overrides most of this.
+
+
+class MegatronStack:
+    """Plain megatron-core with context-parallel size 1, so that no static group must be hidden.
+
+    Attributes:
+        even_chunks: whether sequences are padded to equal chunks.
+        engine_rings: whether Transformer Engine's rings are used if the model has them.
+        follows_masks: whether it supports plans with attention masks.
+        recomputes_as_needed: whether it supports as-needed recomputation.
+    """
+
+    even_chunks = False
+    engine_rings = True
+    follows_masks = True
+    recomputes_as_needed = True
+
+    @property
+    def name(self) -> str:
+        """Name and version, for messages."""
+        return f"megatron-core {checks.megatron_version()}"
+
+    def check(self, config: Any, model: Any) -> None:
+        """Raise RunError if this configuration, or this model, cannot follow a plan."""
+        checks.require(checks.MODELS)
+        refuse(checks.config_refusals(config))
+        if checks.balances_experts(config):
+            checks.require(checks.ROUTERS)
+        if checks.predicts_several(config):
+            checks.require(multi_token.HOOKED)
+        refuse(checks.layer_refusals(model), checks.core_refusals(model))
+
+    def hook(self, model: Any, transport: ProcessTransport) -> int:
+        """Hook the model to follow the micro-batch of each call; return its attention calls per forward."""
+        if checks.balances_experts(model.config):
+            hook_losses(model)
+        repeated = multi_token.hook_multi_token(model) if checks.predicts_several(model.config) else 0
+        return hook_model(model) + repeated
+
+    def around_step(self) -> AbstractContextManager[None]:
+        """Return the context in which the schedule runs one step."""
+        return nullcontext()
+
+    def around_script(self) -> AbstractContextManager[None]:
+        """Return the context in which the script's forward step and its loss function run."""
+        return nullcontext()
+
+    def without_ring(self, model: Any, layer: Any) -> AbstractContextManager[None]:
+        """Return a context in which this layer computes attention over whole sequences without a ring."""
+        return nullcontext()  # modules run without a ring unless a micro-batch is current
+
+    def totals(self, reports: Any) -> Any:
+        """Convert the loss reports per micro-batch to the schedule's result for the script."""
+        return reports
+
+
+def unwrapped(chunk: nn.Module) -> Any:
+    """Return the GPTModel or HybridModel inside DDP and precision wrappers."""
+    inner: Any = chunk
+    while isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    if not isinstance(inner, model_classes()):
+        raise RunError(
+            f"the model is a {type(inner).__name__}, not a GPTModel or HybridModel of megatron-core; a plan cannot "
+            "drive it"
+        )
+    return inner
+
+
+def model_classes() -> tuple[type, ...]:
+    """Return the language model classes of this megatron-core; newer versions also have HybridModel."""
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        return (GPTModel,)
+    return GPTModel, HybridModel
+
+
+def device_of(models: Iterable[nn.Module]) -> torch.device:
+    """Return the device of the models' parameters; single models may have none."""
+    return next(parameter.device for model in models for parameter in model.parameters())

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core.models.gpt import gpt_model
@@ -22,7 +22,8 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.megatron.checks import attention_layers, require
+from fcp_cli.integrations.base import Signatures
+from fcp_cli.integrations.megatron.checks import attention_layers
 from fcp_cli.integrations.megatron.data import (
     LABELS,
     LOSS_MASK,
@@ -38,11 +39,14 @@ _ROLL = "roll_tensor"
 _ARGUMENTS = {TOKENS: "input_ids", POSITIONS: "position_ids", LABELS: "labels", LOSS_MASK: "loss_mask"}
 
 
-def check_multi_token() -> None:
-    """Check the functions of multi-token prediction that are hooked."""
-    require(multi_token_prediction, _ROLL, ("tensor", _PARAMS))
-    require(multi_token_prediction, "MultiTokenPredictionLayer.forward", ("input_ids", "position_ids", _PARAMS))
-    require(gpt_model, "GPTModel.forward", tuple(_ARGUMENTS.values()))
+HOOKED: Final[Mapping[str, Signatures]] = {
+    multi_token_prediction.__name__: {
+        _ROLL: ("tensor", _PARAMS),
+        "MultiTokenPredictionLayer.forward": ("input_ids", "position_ids", _PARAMS),
+    },
+    gpt_model.__name__: {"GPTModel.forward": tuple(_ARGUMENTS.values())},
+}
+"""Functions of multi-token prediction that are hooked, by module."""
 
 
 def hook_multi_token(model: Any) -> int:

@@ -31,7 +31,7 @@ from fcp_cli.integrations.megatron.data import (
     Samples,
     current_microbatch,
 )
-from fcp_cli.integrations.megatron.model import Stack, device_of
+from fcp_cli.integrations.megatron.model import MegatronStack, device_of
 from fcp_cli.plan.step import MicroBatch
 
 # Largest relative L2 difference of a layer's output, or of its input gradient, explained by rounding.
@@ -47,7 +47,7 @@ def probe(
     load: Callable[[MicroBatch, Samples], LocalShard],
     rank: int,
     multiple: int,
-    stack: Stack,
+    stack: MegatronStack,
 ) -> float:
     """Run tiny sequences on the groups of these rows and on single ranks, and compare. Collective.
 

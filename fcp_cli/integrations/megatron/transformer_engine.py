@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.base import refuse
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.runtime.transport import ProcessTransport
 
@@ -93,21 +94,20 @@ def wants_rings(
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, bool(_cores(models)))
     has_engine = any(found)
-    if wanted == _ENGINE and not has_engine:
-        raise RunError(
-            f"{_VARIABLE} is {_ENGINE}, but the model does not attend with it; unset it, or build the model with "
-            "--transformer-impl transformer_engine"
-        )
-    if wanted == _ENGINE and shares_heads:
-        raise RunError(
-            f"{_VARIABLE} is {_ENGINE}, but the plan has groups whose ranks share heads, which run on fcp's own "
-            "attention; unset it, or plan with 'fcp plan --attention ring'"
-        )
-    if wanted == _ENGINE and is_latent:
-        raise RunError(
-            f"{_VARIABLE} is {_ENGINE}, but the model has multi-latent attention (MLA), which runs on fcp's own ring; "
-            "unset it"
-        )
+    reasons = (
+        (
+            not has_engine,
+            "the model does not attend with it; unset it, or build the model with --transformer-impl "
+            "transformer_engine",
+        ),
+        (
+            shares_heads,
+            "the plan has groups whose ranks share heads, which run on fcp's own attention; unset it, or plan with "
+            "'fcp plan --attention ring'",
+        ),
+        (is_latent, "the model has multi-latent attention (MLA), which runs on fcp's own ring; unset it"),
+    )
+    refuse((wanted == _ENGINE and is_refused, f"{_VARIABLE} is {_ENGINE}, but {why}") for is_refused, why in reasons)
     needs_own = shares_heads or is_latent or (has_masks and wanted != _ENGINE)
     return has_engine and wanted != _OWN and not needs_own
 

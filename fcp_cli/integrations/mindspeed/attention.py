@@ -1,4 +1,4 @@
-"""Hooks attention layers to use the ring of each call.
+"""Attention of a GPTModel under MindSpeed: layers hooked to the ring of each call, and the process groups of a call.
 
 The ring is an attribute of the call's PackedSeqParams, which every layer passes on and recomputation saves. Only the
 core attention sees packed sequences, since with them megatron-core 0.12 would apply rotary embeddings for its static
@@ -167,13 +167,13 @@ def attend_on_mindspeed(
         [tokens, heads, head_dim].
     """
     ring.attention_calls += 1
-    if ring.heads_degree == 1:
+    if ring.ulysses_degree == 1:
         return _around_ring(ring, query, key, value, scale, group, settings)
     ring.check_shapes(*(tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)))
     exchange = ring.head_exchange()
     query, key, value = Swapped.apply(exchange, None, query, key, value)  # type: ignore[no-untyped-call]
     out = _around_ring(ring.ring_of_head_group(), query, key, value, scale, group, settings)
-    (own,) = Swapped.apply(exchange, (out.shape[1] * ring.heads_degree,), out)  # type: ignore[no-untyped-call]
+    (own,) = Swapped.apply(exchange, (out.shape[1] * ring.ulysses_degree,), out)  # type: ignore[no-untyped-call]
     back: Tensor = own
     return back
 
@@ -247,11 +247,11 @@ def _causal_mask(device: torch.device) -> Tensor:
     return torch.ones(_MASK_TOKENS, _MASK_TOKENS, dtype=torch.bool, device=device).triu(1)
 
 
-# Overrides the process groups of Megatron and MindSpeed per call.
+# Process groups of a call.
 #
-# Both keep static groups in module globals, which they read through functions. The wrapped functions return the
-# current placement's group inside a call with a placement, else the original. The globals are unchanged, so code
-# outside the call is not affected.
+# Megatron and MindSpeed keep static groups in module globals, which they read through functions. The wrapped
+# functions return the current placement's group inside a call with a placement, else the original. The globals are
+# unchanged, so code outside the call is not affected.
 
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _SLICE_TABLE = "megatron.core.models.common.embeddings.rotary_pos_embedding.get_pos_emb_on_this_cp_rank"

@@ -1,63 +1,101 @@
-"""Checks that MindSpeed's version, settings and model can follow a plan; each raises a one-line RunError."""
+"""Requirements of a plan on MindSpeed: signatures of hooked functions, and refused settings and models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations import base
+from fcp_cli.integrations.base import Refusals, Signatures
 from fcp_cli.integrations.megatron import checks as megatron
 
 KNOWN_TO_WORK = ("2.3.0_core_r0.12.1", "26.1.0_core_r0.12.1", "core_r0.15.3", "core_r0.16.0", "core_r0.17.0")
+_ADVICE = f"branches known to work: {', '.join(KNOWN_TO_WORK)}"
 _CONTEXT_PARALLEL = "mindspeed.core.context_parallel"
 _RING = f"{_CONTEXT_PARALLEL}.ring_context_parallel"
 _RING_ALGORITHM = "megatron_cp_algo"
 # Algorithms with a ring; the static all-to-alls of the last two are replaced by the plan's.
 _ON_RINGS = (_RING_ALGORITHM, "ulysses_cp_algo", "hybrid_cp_algo")
 
+MODELS: Final[Mapping[str, Signatures]] = {
+    "megatron.core.models.gpt.gpt_model": {"GPTModel.forward": ("input_ids", "packed_seq_params")},
+    "megatron.core.transformer.attention": {
+        "Attention.forward": ("rotary_pos_emb", "packed_seq_params"),
+        "Attention._checkpointed_attention_forward": ("packed_seq_params",),
+    },
+    "megatron.core.packed_seq_params": {
+        "PackedSeqParams": ("qkv_format", "max_seqlen_q", "cu_seqlens_q", "cu_seqlens_kv")
+    },
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": {
+        "RotaryEmbedding.forward": ("max_seq_len", "packed_seq"),
+        "RotaryEmbedding.get_rotary_seq_len": ("packed_seq_params",),
+        "get_pos_emb_on_this_cp_rank": (),
+    },
+    "megatron.core.parallel_state": {
+        **{f"get_context_parallel_{asked}": () for asked in ("group", "global_ranks", "world_size", "rank")},
+        "get_data_parallel_group": ("with_context_parallel",),
+    },
+    "mindspeed.args_utils": {"get_full_args": ()},
+}
+"""Classes and functions of Megatron and MindSpeed that are hooked or called in every model, by module."""
+RING: Final[Mapping[str, Signatures]] = {
+    f"{_RING}.ring_context_parallel": {
+        "ringattn_context_parallel": (
+            "q",
+            "k",
+            "v",
+            "n",
+            "cp_para",
+            "softmax_scale",
+            "attn_mask",
+            "dropout_p",
+            "packed_seq_params",
+        )
+    },
+    f"{_RING}.context_parallel_kv_cache": {"get_cache_policy": ("layer_number", "cache_policy_init", "cache_interval")},
+    f"{_CONTEXT_PARALLEL}.utils": {
+        "RingP2P": ("ring_global_ranks", "group"),
+        "unflatten_softmax": ("x", "sub_seq_len"),
+    },
+}
+"""Those of MindSpeed's ring attention."""
 
-def name() -> str:
+
+def check_schedules(schedules: ModuleType) -> None:
+    """Check the functions of `megatron.core.pipeline_parallel.schedules`; virtual stages are refused."""
+    wanted = {name: found for name, found in megatron.SCHEDULES.items() if not name.endswith("_with_interleaving")}
+    base.require(schedules, wanted, found=stack_name(), advice=_ADVICE)
+
+
+def require(wanted: Mapping[str, Signatures]) -> None:
+    """Check signatures by module, such as `MODELS`."""
+    for module, signatures in wanted.items():
+        base.require(_module(module), signatures, found=stack_name(), advice=_ADVICE)
+
+
+def _module(path: str) -> ModuleType:
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not path.startswith(error.name):
+            raise
+        raise RunError(
+            f"{stack_name()} has no {path}; start with --context-parallel-size 1, where fcp's own ring attends, or use "
+            f"another branch ({_ADVICE})"
+        ) from None
+
+
+def stack_name() -> str:
     """Return names and versions of MindSpeed and megatron-core, for messages."""
     try:
         version = metadata.version("mindspeed")
     except metadata.PackageNotFoundError:  # a source folder on PYTHONPATH
         version = "of a source folder"
     return f"MindSpeed {version} on megatron-core {megatron.megatron_version()}"
-
-
-def _advice() -> str:
-    return f"branches known to work: {', '.join(KNOWN_TO_WORK)}"
-
-
-def check_schedules(schedules: ModuleType) -> None:
-    """Check the signatures used in `megatron.core.pipeline_parallel.schedules`."""
-    _require(schedules, "get_forward_backward_func", ())
-    wanted = ("forward_step_func", "data_iterator", "model", "num_microbatches", "micro_batch_size", "forward_only")
-    for function in ("forward_backward_no_pipelining", "forward_backward_pipelining_without_interleaving"):
-        _require(schedules, function, wanted)
-
-
-def check_targets() -> None:
-    """Check the signatures hooked or used in Megatron and MindSpeed, except those of MindSpeed's ring."""
-    from megatron.core import packed_seq_params, parallel_state
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
-    from megatron.core.models.gpt import gpt_model
-    from megatron.core.transformer import attention
-
-    _require(gpt_model, "GPTModel.forward", ("input_ids", "packed_seq_params"))
-    _require(attention, "Attention.forward", ("rotary_pos_emb", "packed_seq_params"))
-    _require(attention, "Attention._checkpointed_attention_forward", ("packed_seq_params",))
-    _require(packed_seq_params, "PackedSeqParams", ("qkv_format", "max_seqlen_q", "cu_seqlens_q", "cu_seqlens_kv"))
-    _require(rotary_pos_embedding, "RotaryEmbedding.forward", ("max_seq_len", "packed_seq"))
-    _require(rotary_pos_embedding, "RotaryEmbedding.get_rotary_seq_len", ("packed_seq_params",))
-    _require(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", ())
-    for asked in ("group", "global_ranks", "world_size", "rank"):
-        _require(parallel_state, f"get_context_parallel_{asked}", ())
-    _require(parallel_state, "get_data_parallel_group", ("with_context_parallel",))
-    _require(_module("mindspeed.args_utils"), "get_full_args", ())
 
 
 def why_own_ring(config: Any) -> str:
@@ -85,49 +123,9 @@ def _has_ring() -> bool:
         return False
 
 
-def check_ring() -> None:
-    """Check the signatures used in MindSpeed's ring attention."""
-    ring = ("q", "k", "v", "n", "cp_para", "softmax_scale", "attn_mask", "dropout_p", "packed_seq_params")
-    _require(_module(f"{_RING}.ring_context_parallel"), "ringattn_context_parallel", ring)
-    policy = ("layer_number", "cache_policy_init", "cache_interval")
-    _require(_module(f"{_RING}.context_parallel_kv_cache"), "get_cache_policy", policy)
-    utils = _module(f"{_CONTEXT_PARALLEL}.utils")
-    _require(utils, "RingP2P", ("ring_global_ranks", "group"))
-    _require(utils, "unflatten_softmax", ("x", "sub_seq_len"))
+def config_refusals(config: Any) -> Refusals:
+    """Yield the refusals of the transformer config, into which MindSpeed copies its own settings."""
 
-
-def _module(path: str) -> ModuleType:
-    try:
-        return import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not path.startswith(error.name):
-            raise
-        raise RunError(
-            f"{name()} has no {path}; start with --context-parallel-size 1, where fcp's own ring attends, or use "
-            f"another branch ({_advice()})"
-        ) from None
-
-
-def _require(module: ModuleType, path: str, parameters: tuple[str, ...]) -> None:
-    megatron.require(module, path, parameters, found=name(), advice=_advice())
-
-
-def check_config(config: Any) -> None:
-    """Check the transformer config, into which MindSpeed copies its own settings."""
-    for is_refused, reason in _refusals(config):
-        if is_refused:
-            raise RunError(reason)
-    if getattr(config, "multi_latent_attention", False):
-        raise RunError("multi-latent attention (MLA) cannot follow a plan")
-    if megatron.predicts_several(config):
-        raise RunError("multi-token prediction (MTP) moves tokens by MindSpeed's own groups and cannot follow a plan")
-    for is_refused, reason in megatron.loss_refusals(config) if getattr(config, "num_moe_experts", None) else ():
-        if is_refused:
-            raise RunError(reason)
-    megatron.check_settings(config)
-
-
-def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
     def setting(key: str, default: Any = None) -> Any:
         return getattr(config, key, default)
 
@@ -145,14 +143,22 @@ def _refusals(config: Any) -> Iterable[tuple[bool, str]]:
     )
     yield bool(setting("tp_2d")), "2D tensor parallelism (--tp-2d) cannot follow a plan"
     yield setting("alibi_fusion_attn_type") is not None, "ALiBi (--alibi-fusion-attn-type) cannot follow a plan"
+    yield bool(setting("multi_latent_attention")), "multi-latent attention (MLA) cannot follow a plan"
+    yield (
+        megatron.predicts_several(config),
+        "multi-token prediction (MTP) moves tokens by MindSpeed's own groups and cannot follow a plan",
+    )
+    if setting("num_moe_experts"):
+        yield from megatron.router_loss_refusals(config)
+    yield from megatron.settings_refusals(config)
 
 
-def check_layers(model: Any) -> None:
-    """Check that the core attention of a GPTModel is Megatron's or MindSpeed's."""
+def core_refusals(model: Any) -> Refusals:
+    """Yield the refusals of a core attention that is neither Megatron's nor MindSpeed's."""
     for layer in megatron.attention_layers(model):
         core = type(layer.core_attention)
-        if core.__module__.split(".")[0] not in ("megatron", "mindspeed"):
-            raise RunError(
-                f"the model attends with a {core.__name__}, with no core attention of Megatron or MindSpeed; a plan "
-                "cannot follow it"
-            )
+        yield (
+            core.__module__.split(".")[0] not in ("megatron", "mindspeed"),
+            f"the model attends with a {core.__name__}, with no core attention of Megatron or MindSpeed; a plan "
+            "cannot follow it",
+        )

@@ -13,7 +13,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.megatron.model import hook_model
+from fcp_cli.integrations.base import refuse
+from fcp_cli.integrations.megatron.checks import layer_refusals
+from fcp_cli.integrations.megatron.model import MegatronStack, hook_model
 from fcp_cli.integrations.mindspeed import checks
 from fcp_cli.integrations.mindspeed.attention import (
     Placement,
@@ -34,7 +36,7 @@ from fcp_cli.runtime.transport import ProcessTransport
 _SMALL_GROUPS = ("pipeline_model_parallel", "tensor_model_parallel", "expert_model_parallel")
 
 
-class MindSpeedStack:
+class MindSpeedStack(MegatronStack):
     """megatron-core under MindSpeed.
 
     MindSpeed's ring attention is used if the job has a static context-parallel group, and the ring has all features of
@@ -58,14 +60,13 @@ class MindSpeedStack:
 
     @property
     def name(self) -> str:
-        return f"{checks.name()}, {'its' if self.even_chunks else 'own'} ring attention{self._why_own_ring}"
+        return f"{checks.stack_name()}, {'its' if self.even_chunks else 'own'} ring attention{self._why_own_ring}"
 
     def check(self, config: Any, model: Any) -> None:
-        checks.check_targets()
+        checks.require(checks.MODELS)
         if self.even_chunks:
-            checks.check_ring()
-        checks.check_config(config)
-        checks.check_layers(model)
+            checks.require(checks.RING)
+        refuse(checks.config_refusals(config), layer_refusals(model), checks.core_refusals(model))
 
     def hook(self, model: Any, transport: ProcessTransport) -> int:
         self._all = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -1,4 +1,4 @@
-"""Ring attention in MindSpore, with the algorithm and layout of `runtime/ring.py`.
+"""Ring attention in MindSpore, with the algorithm and layout of `runtime/ring.py`, and its communication.
 
 MindSpore's attention on CPUs does not return log-sum-exp, so scores are computed by matrix products, one sequence at a
 time. Memory is quadratic in the chunk, not in the sequence.
@@ -280,7 +280,7 @@ def _like(grouped: Held, batched: Tensor) -> Tensor:
     return heads.astype(batched.dtype)
 
 
-# Communication of a MindSpore job: point-to-point hops, and a few small collectives over all ranks.
+# Communication: point-to-point hops, and a few small collectives over all ranks.
 
 # One group of all ranks for hops only; any two ranks may exchange in it, so rings need no groups.
 _RING_GROUP = "fcp-rings"

@@ -34,7 +34,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.step import MicroBatch, StepPlan
 from fcp_cli.runs.metrics import MetricsWriter
 from fcp_cli.runtime.choices import IGNORED
-from fcp_cli.runtime.cursor import FollowedStep, PlanCursor, RankStep, plan_path, require_length
+from fcp_cli.runtime.cursor import PlanCursor, RankMicroBatches, plan_path, require_length
 from fcp_cli.runtime.launcher import end_with_launcher
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.metrics_message import (
@@ -109,8 +109,8 @@ class MindSporeSession:
         measured = MeasuredSteps(self.plan, self.metadata, self.ranks, first_step)
         cursor = PlanCursor(self.plan, self.rank, first_step=first_step)
         try:
-            for planned in cursor:
-                step = MindSporeStep(planned, self._fetch, self.ranks, measured)
+            for own in cursor:
+                step = MindSporeStep(own, self._fetch, self.ranks, measured)
                 yield step
                 step.require_finished()
                 measured.end()
@@ -153,35 +153,47 @@ class MindSporeMicroBatch:
         return (losses * predicted.astype(mindspore.float32)).sum() / max(self._step_tokens, 1)
 
 
-class MindSporeStep(FollowedStep):
+class MindSporeStep:
     """One optimizer step of one rank; iterate over it completely to get the micro-batches.
 
     Attributes:
+        index: optimizer step, from 0.
+        predicted_seconds, bound_seconds: the plan's makespan and lower bound.
         tokens: tokens of the global batch with a loss: all but the last of each sequence.
     """
 
-    def __init__(self, planned: RankStep, fetch: Fetch, ranks: MindSporeRanks, measured: MeasuredSteps) -> None:
-        super().__init__(planned)
+    def __init__(
+        self, own: RankMicroBatches[Any], fetch: Fetch, ranks: MindSporeRanks, measured: MeasuredSteps
+    ) -> None:
+        self.index, self.tokens = own.step, own.loss_tokens
+        self.predicted_seconds, self.bound_seconds = own.makespan_seconds, own.bound_seconds
+        self._own = own
         self._measured = measured
-        self.tokens = planned.loss_tokens
-        self._rows = planned.rows
         self._fetch = fetch
         self._ranks = ranks
         self._loss: Tensor | None = None
         self._grads: list[Tensor] = []
 
+    def __len__(self) -> int:
+        """Return the number of this rank's micro-batches."""
+        return len(self._own)
+
+    def require_finished(self) -> None:
+        """Raise RunError unless every micro-batch was run."""
+        self._own.require_finished()
+
     def __iter__(self) -> Iterator[MindSporeMicroBatch]:
-        self._begin()
-        for row in self._rows:
+        self._own.begin()
+        for row in self._own.rows:
             layout, index = shard_layout(row.lengths, row.degree), row.ranks.index(self._ranks.rank)
             ring = MindSporeRing(layout=layout, index=index, ranks=row.ranks, world=self._ranks)
             microbatch = MindSporeMicroBatch(row, ring, self._fetch, step_tokens=self.tokens)
             self._measured.enter()
             yield microbatch
             self._measured.leave(row.order)
-            self._require_attention(row, ring, _NO_ATTENTION)
-            self._num_run += 1
-        self._is_finished = True
+            self._own.require_attention(row, ring, _NO_ATTENTION)
+            self._own.num_run += 1
+        self._own.is_finished = True
 
     def add(self, loss: Tensor, grads: Sequence[Tensor]) -> None:
         """Accumulate one micro-batch's loss and gradients."""
@@ -220,7 +232,7 @@ def _sequence(fetch: Fetch, at: int, length: int) -> IntArray:
     return tokens[:length]
 
 
-# Metrics of a MindSpore job (`fcp-metrics/1`), gathered from all ranks after each step and written by rank 0.
+# Metrics (`fcp-metrics/1`), gathered from all ranks after each step and written by rank 0.
 #
 # PyNative mode is asynchronous, so each micro-batch ends with a device synchronization if metrics are enabled.
 

@@ -35,6 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fcp_cli.cost.levels import RecomputeLevel
 from fcp_cli.cost.recipe import Recompute
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.base import Refusals, refuse
 from fcp_cli.integrations.transformers.linear import hook_linear_layers, linear_layers
 from fcp_cli.integrations.transformers.loss import prepare_loss, takes_labels
 from fcp_cli.integrations.transformers.probe import probe
@@ -118,7 +119,7 @@ def _own_attention(config: Any, implementation: str, use_cache: bool, _: nn.Modu
 def _run_on_rings(model: transformers.PreTrainedModel) -> Any:
     """Replace the decoder's attention with ring attention bound to each call; return the decoder's config."""
     text = _text_config(model.config)
-    _check_config(text, has_linear_layers=bool(linear_layers(model)))
+    refuse(_refusals(text, has_linear_layers=bool(linear_layers(model))))
     hook_linear_layers(model)
     layers = (module for module in model.modules() if hasattr(module, "layer_idx"))
     if any(_window_of(layer) is not None for layer in layers):
@@ -250,25 +251,21 @@ def _encoder_owner(model: transformers.PreTrainedModel) -> nn.Module:
     return owner
 
 
-def _check_config(config: Any, *, has_linear_layers: bool) -> None:
-    """Reject settings that no plan supports, before the first forward pass."""
+def _refusals(config: Any, *, has_linear_layers: bool) -> Refusals:
+    """Yield the refusals of a decoder's config, before the first forward pass."""
     name = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise RunError(f"a {name} model is not a plain decoder; prepare its decoder")
-    layers = getattr(config, "layer_types", None)
+    yield getattr(config, "is_encoder_decoder", False), f"a {name} model is not a plain decoder; prepare its decoder"
     known = {"full_attention", "sliding_attention"} | ({"linear_attention", "hybrid"} if has_linear_layers else set())
-    kinds = set(layers or ()) - known - _PER_TOKEN
-    if kinds:
-        missing = f"the {name} model has layers of {', '.join(sorted(kinds))}; a plan is for full attention and windows"
-        reason = missing_for_rings(name)
-        raise RunError(missing if reason is None else f"the {name} model {reason}")
-    if getattr(config, "attention_dropout", 0.0):
-        raise RunError(f"the {name} model has attention_dropout {config.attention_dropout}; set it to 0 in its config")
-    if getattr(config, "output_router_logits", False):
-        raise RunError(
-            f"the {name} model adds an auxiliary loss of its experts (output_router_logits), which is made of one "
-            "rank's tokens of a micro-batch, which the plan chooses; set it to False"
-        )
+    kinds = set(getattr(config, "layer_types", None) or ()) - known - _PER_TOKEN
+    why = f"has layers of {', '.join(sorted(kinds))}; a plan is for full attention and windows"
+    yield bool(kinds), f"the {name} model {missing_for_rings(name) or why}"
+    dropout = getattr(config, "attention_dropout", 0.0)
+    yield bool(dropout), f"the {name} model has attention_dropout {dropout}; set it to 0 in its config"
+    yield (
+        bool(getattr(config, "output_router_logits", False)),
+        f"the {name} model adds an auxiliary loss of its experts (output_router_logits), which is made of one "
+        "rank's tokens of a micro-batch, which the plan chooses; set it to False",
+    )
 
 
 def _bind_ring(

@@ -86,14 +86,16 @@ def probe(model: transformers.PreTrainedModel, config: Any, check: Callable[...,
         config: config of its decoder.
         check: raises RunError for an attention call that a ring cannot compute.
     """
-    if "position_ids" not in _parameters(model):
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         raise RunError(_NO_POSITIONS.format(name=config.model_type))
     # By config: running the model may not show it if its original training length is short.
     growing = growing_rotation(getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None))
     if growing is not None:
         remedy = f"; its config asks for rope_type {growing}: choose another, such as yarn"
         raise RunError(_POSITIONS.format(name=config.model_type, remedy=remedy))
-    if _weights_to_come.get() or any(_is_unreal(parameter) for parameter in model.parameters()):
+    if _weights_to_come.get() or any(
+        parameter.is_meta or isinstance(parameter, FakeTensor) for parameter in model.parameters()
+    ):
         _require_no_mixing_modules(model, config)
         twin = twin_of(model) if config is model.config else None
         if twin is not None:
@@ -253,14 +255,6 @@ class _ShiftedCounts(TorchFunctionMode):
         return made + _BY_HAND if self.is_on and func is torch.arange and made.numel() == self.count else made
 
 
-def _parameters(model: nn.Module) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
-
-
-def _is_unreal(parameter: Tensor) -> bool:
-    return parameter.is_meta or isinstance(parameter, FakeTensor)
-
-
 def _require_no_mixing_modules(model: nn.Module, config: Any) -> None:
     """Raise RunError if a model has modules that mix tokens, except those that encode images."""
     on_rings = {f"{name}.conv1d" for name in linear_layers(model)}
@@ -284,7 +278,7 @@ def _seen(heads: Tensor) -> Tensor:
     return (heads * weights).sum(dim=-1, keepdim=True)
 
 
-# Builds a small twin of a model whose weights are not loaded yet, for the probe.
+# A small twin of a model whose weights are not loaded yet.
 
 _LAYERS = 6  # maximum of a twin; layer types alternate within fewer layers
 _HEADS = 4

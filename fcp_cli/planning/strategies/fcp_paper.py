@@ -23,6 +23,7 @@ from functools import partial
 import numpy as np
 
 from fcp_cli.cost.model import group_seconds, joined
+from fcp_cli.plan.pricing import pack_work
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.drafts import (
     FunctionSolver,
@@ -33,7 +34,7 @@ from fcp_cli.planning.drafts import (
     quickest,
     spread_evenly,
 )
-from fcp_cli.planning.problem import Assignment, Batch, Problem, pack_work
+from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.util.arrays import FloatArray, IntArray
 
 _CUTS = ("arrival", "sorted", "balanced")
@@ -102,7 +103,8 @@ def _seconds_by_degree(
     degree = np.arange(1, problem.num_ranks + 1)
     # Without padding, a pack's work does not depend on its group.
     degrees = [1] if problem.padding_multiple is None else degree.tolist()
-    works = [pack_work(batch.work, members, offsets, d, problem) for d in degrees]
+    work = batch.work.take(members)
+    works = [pack_work(work, offsets, d, problem.profile, problem.padding_multiple) for d in degrees]
     seconds = group_seconds(
         problem.profile,
         joined(works, partial(np.stack, axis=1)),

@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from fcp_cli.cost.model import Work, group_seconds
+from fcp_cli.plan.pricing import pack_work
 from fcp_cli.planning.batches import GlobalBatches
 from fcp_cli.planning.drafts import (
     Draft,
@@ -34,7 +35,7 @@ from fcp_cli.planning.drafts import (
     partition,
     quickest_solver,
 )
-from fcp_cli.planning.problem import Assignment, Batch, Problem, pack_work, work_on
+from fcp_cli.planning.problem import Assignment, Batch, Problem, work_on
 from fcp_cli.planning.static import holding_degrees
 from fcp_cli.util.arrays import FloatArray, IntArray
 
@@ -122,7 +123,7 @@ def _pack_seconds(packs: Sequence[list[int]], batch: Batch, problem: Problem, de
     if not packs:
         return np.empty(0)
     offsets = np.cumsum([0, *(len(pack) for pack in packs)])
-    work = pack_work(batch.work, np.concatenate(packs), offsets, degree, problem)
+    work = pack_work(batch.work.take(np.concatenate(packs)), offsets, degree, problem.profile, problem.padding_multiple)
     # If the degree does not divide a node, some groups cross nodes: weigh packs as if all did.
     return group_seconds(problem.profile, work, degree=degree, crosses_nodes=problem.ranks_per_node % degree != 0)
 

@@ -55,7 +55,7 @@ def packs(draw: st.DrawFn) -> tuple[Problem, Work, int, bool]:
     work = Work(
         attention_seconds=np.array([draw(seconds)]),
         linear_seconds=np.array([draw(seconds)]),
-        # A batch's work is padded for single ranks from the start, see `work.batch_work`.
+        # A batch's work is padded for single ranks from the start, see `batches.batch_of`.
         tokens=np.array([draw(st.integers(1, degree * problem.tokens_per_rank // (multiple or 1))) * (multiple or 1)]),
     )
     if coefficients.halo_bytes_per_token:

@@ -80,7 +80,7 @@ def test_rings_alone_are_planned_as_under_a_profile_without_heads() -> None:
 def test_a_plan_that_splits_heads_keeps_every_rule(tmp_path: Path, attention: SplitAttention) -> None:
     settings = BatchSettings(global_batch_size=9)
     inputs = PlanInputs(table=table_of(LENGTHS), problem=problem_with(attention), settings=settings)
-    make_plan(tmp_path / "plan.parquet", inputs, solver_name="fcp")
+    make_plan(tmp_path / "plan.parquet", inputs)
     assert list(check_plan(tmp_path / "plan.parquet", manifest=table_of(LENGTHS))) == []
     assert PlanReader(tmp_path / "plan.parquet").metadata.attention == attention
 

@@ -36,6 +36,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from fcp_cli.errors import FcpError
+from fcp_cli.integrations.base import Refusals, refuse
 from fcp_cli.integrations.megatron import checks, transformer_engine
 from fcp_cli.integrations.megatron import model as hooks
 from fcp_cli.integrations.megatron.data import current_microbatch
@@ -604,7 +605,7 @@ def steps_planned(
     for step in range(len(batches)):
         for each in models:
             each.zero_grad_buffer()
-        with mock.patch.object(follower.watch, "go_on", wraps=follower.watch.go_on) as begun:
+        with mock.patch.object(follower.watch, "begin", wraps=follower.watch.begin) as begun:
             follower.run(run, arguments)
         assert {call.args[0] for call in begun.call_args_list} == {step}, "each micro-batch is watched"
         found.append(take())
@@ -779,7 +780,7 @@ def refused_settings(settings: Mapping[str, Any]) -> str:
     config = tiny.config()
     for name, value in settings.items():
         setattr(config, name, value)
-    return message_of(lambda: checks.check_config(config))
+    return refusal(checks.config_refusals(config))
 
 
 def refused_models() -> dict[str, str]:
@@ -791,40 +792,40 @@ def refused_models() -> dict[str, str]:
     mixed_in = torch.nn.Sequential(type("Sharded", (type("FsdpModule", (), {}), torch.nn.Linear), {})(1, 1))
     mamba = type("MambaMixer", (torch.nn.Module,), {})()
     return {
-        "other virtual stages": message_of(lambda: checks.check_interleaving(interleaved(), 2, 1, stages=2)),
-        "no virtual stages": message_of(lambda: checks.check_interleaving(interleaved(), 1, 2, stages=2)),
-        "groups of micro-batches": message_of(
-            lambda: checks.check_interleaving(interleaved(microbatch_group_size_per_vp_stage=4), 2, 2, stages=2)
+        "other virtual stages": refusal(checks.interleaving_refusals(interleaved(), 2, 1, stages=2)),
+        "no virtual stages": refusal(checks.interleaving_refusals(interleaved(), 1, 2, stages=2)),
+        "groups of micro-batches": refusal(
+            checks.interleaving_refusals(interleaved(microbatch_group_size_per_vp_stage=4), 2, 2, stages=2)
         ),
-        "both directions at once": message_of(
-            lambda: checks.check_interleaving(interleaved(**TOGETHER), 2, 2, stages=2)
+        "both directions at once": refusal(checks.interleaving_refusals(interleaved(**TOGETHER), 2, 2, stages=2)),
+        "MTP in virtual stages": refusal(checks.interleaving_refusals(interleaved(mtp_num_layers=1), 2, 2, stages=2)),
+        "Megatron-FSDP in virtual stages": refusal(
+            checks.interleaving_refusals(interleaved(), 2, 2, stages=2, is_sharded=True)
         ),
-        "MTP in virtual stages": message_of(
-            lambda: checks.check_interleaving(interleaved(mtp_num_layers=1), 2, 2, stages=2)
+        "router losses in virtual stages": refusal(
+            checks.interleaving_refusals(interleaved(**EXPERTS, moe_z_loss_coeff=1e-3), 2, 2, stages=2)
         ),
-        "Megatron-FSDP in virtual stages": message_of(
-            lambda: checks.check_interleaving(interleaved(), 2, 2, stages=2, is_sharded=True)
+        "expert parallel in virtual stages": refusal(
+            checks.interleaving_refusals(interleaved(**EXPERTS, expert_model_parallel_size=2), 2, 2, stages=2)
         ),
-        "router losses in virtual stages": message_of(
-            lambda: checks.check_interleaving(interleaved(**EXPERTS, moe_z_loss_coeff=1e-3), 2, 2, stages=2)
-        ),
-        "expert parallel in virtual stages": message_of(
-            lambda: checks.check_interleaving(interleaved(**EXPERTS, expert_model_parallel_size=2), 2, 2, stages=2)
-        ),
-        "FSDP": message_of(lambda: checks.check_chunks([no_attention, fsdp])),
-        "FSDP in iterations": message_of(lambda: checks.check_waves(1, 1, "iteration", sharded=True)),
-        "FSDP by a mixin": message_of(lambda: checks.check_chunks([mixed_in])),
+        "FSDP": refusal(checks.sharding_refusals([no_attention, fsdp])),
+        "FSDP in iterations": refusal(checks.wave_refusals(1, 1, "iteration", sharded=True)),
+        "FSDP by a mixin": refusal(checks.sharding_refusals([mixed_in])),
         "another model": message_of(lambda: hooks.unwrapped(no_attention)),
-        "no attention": message_of(lambda: checks.check_layers(no_attention)),
-        "state": message_of(lambda: checks.check_layers(torch.nn.Sequential(mamba))),
-        "bidirectional": message_of(lambda: checks.check_layers(bidirectional)),
-        "pipeline in iterations": message_of(lambda: checks.check_waves(2, 1, "iteration")),
-        "experts in iterations": message_of(lambda: checks.check_waves(1, 2, "iteration")),
+        "no attention": refusal(checks.layer_refusals(no_attention)),
+        "state": refusal(checks.layer_refusals(torch.nn.Sequential(mamba))),
+        "bidirectional": refusal(checks.layer_refusals(bidirectional)),
+        "pipeline in iterations": refusal(checks.wave_refusals(2, 1, "iteration")),
+        "experts in iterations": refusal(checks.wave_refusals(1, 2, "iteration")),
     }
 
 
 def interleaved(**changes: Any) -> Any:
     return tiny.config(**{**VIRTUAL_SETTINGS, **changes})
+
+
+def refusal(table: Refusals) -> str:
+    return message_of(lambda: refuse(table))
 
 
 def message_of(run: Callable[[], Any]) -> str:

@@ -298,7 +298,7 @@ def write_planned(path: Path, *, num_ranks: int, stages: int, tokens_per_rank: i
     problem = replace(plain, pipeline_parallel=stages, pipeline=pipeline, sync=sync)
     table = table_of([7, 30, 5, 13, 2, 9, 1, 4, 9, 21, 29, 1, 6, 3, 8, 2, 9, 3, 4, 11, 2, 1, 31, 7])
     batches = BatchSettings(global_batch_size=8, shuffle=False)
-    make_plan(path, PlanInputs(table=table, problem=problem, settings=batches), solver_name="fcp")
+    make_plan(path, PlanInputs(table=table, problem=problem, settings=batches))
 
 
 def worst_error(folder: Path, case: str) -> float:

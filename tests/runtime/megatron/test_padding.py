@@ -13,6 +13,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.setup import padding_multiple
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.settings import PlanInputs
 from tests.planning.examples import example_problem, table_of
 
@@ -35,8 +36,8 @@ def planned(path: Path, *, padded_for: int | None, sync: Sync = "iteration") -> 
                 padding_multiple=None if padded_for is None else padding_multiple(padded_for),
             ),
             settings=BatchSettings(global_batch_size=len(LENGTHS), shuffle=False),
+            request=PlanRequest(solver="fcp-paper"),
         ),
-        solver_name="fcp-paper",
     )
     return PlanReader(path)
 

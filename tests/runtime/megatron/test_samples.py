@@ -23,8 +23,8 @@ from fcp_cli.integrations.megatron.data import (
     load_shard,
     mask_of,
 )
-from fcp_cli.runtime.cursor import RankStep
-from fcp_cli.runtime.loader import LoadedStep
+from fcp_cli.runtime.cursor import RankMicroBatches
+from fcp_cli.runtime.loader import pinned
 from fcp_cli.util.masks import CAUSAL, Mask, MaskRows, chunk_pairs, full, prefix, segments
 from tests.masks import Masked, seen
 from tests.runtime.plans import microbatch
@@ -295,11 +295,10 @@ def test_a_step_for_a_gpu_lies_in_page_locked_memory(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     shard = load_shard(ROW, samples_of({}, collate=lambda items: {**items[0], "n": 1}), rank=0)
-    plan = RankStep(
-        step=0, rows=(ROW,), makespan_seconds=0.0, bound_seconds=0.0, tokens=PLANNED, loss_tokens=5, sequences=1
+    step = RankMicroBatches(
+        step=0, rows=(ROW,), makespan_seconds=0.0, bound_seconds=0.0, loss_tokens=5, sequences=1, shards=(shard,)
     )
-    step = LoadedStep(plan=plan, shards=(shard,))
-    (moved,) = step.pinned().shards
+    (moved,) = pinned(step).shards
     tensors = [
         value for value in (*moved.batch.values(), moved.positions, moved.is_planned) if isinstance(value, Tensor)
     ]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.base import refuse
 from fcp_cli.integrations.mindspeed import checks
-from fcp_cli.integrations.mindspeed.checks import check_config, why_own_ring
+from fcp_cli.integrations.mindspeed.checks import config_refusals, why_own_ring
 
 
 def config(**changes: Any) -> SimpleNamespace:
@@ -18,11 +19,15 @@ def config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**right, **changes})
 
 
+def _check(settings: Any) -> None:
+    refuse(config_refusals(settings))
+
+
 def test_a_job_with_summed_losses_is_let_through() -> None:
-    check_config(config())
+    _check(config())
     for algorithm in ("ulysses_cp_algo", "hybrid_cp_algo"):
-        check_config(config(context_parallel_algo=algorithm, pipeline_model_parallel_size=2))
-    check_config(config(context_parallel_algo="megatron_cp_algo", attention_mask_type="causal"))
+        _check(config(context_parallel_algo=algorithm, pipeline_model_parallel_size=2))
+    _check(config(context_parallel_algo="megatron_cp_algo", attention_mask_type="causal"))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,7 @@ def test_a_job_with_summed_losses_is_let_through() -> None:
 )
 def test_a_setting_that_a_plan_cannot_follow_is_refused_with_one_line(setting: str, value: Any, message: str) -> None:
     with pytest.raises(RunError) as refused:
-        check_config(config(**{setting: value}))
+        _check(config(**{setting: value}))
     assert str(refused.value) == message
 
 
@@ -79,7 +84,7 @@ def test_what_mindspeeds_ring_cannot_do_under_a_plan_is_said_to_be_replaced_by_f
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], why: str
 ) -> None:
     monkeypatch.setattr(checks, "_has_ring", lambda: True)
-    check_config(config(**changes))
+    _check(config(**changes))
     assert why_own_ring(config(**changes)) == why
 
 

@@ -25,14 +25,13 @@ from typing import Any
 
 from fcp_cli.integrations import transformers as integration
 from fcp_cli.runs.checkpoints import checkpoints
-from fcp_cli.training import checkpoint, run, train, trainer, weights
+from fcp_cli.training import checkpoint, train, trainer, weights
 from tests.patience import PATIENCE_SECONDS
 from tests.ports import unused_port
 from tests.training.small_runs import NUM_RANKS
 
 assert integration
 assert weights
-assert run
 assert trainer  # what the ranks need is imported before they are forked
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
 

@@ -76,7 +76,7 @@ class WatchedTrainer(Trainer):
 
     def _update(self, step: Step) -> tuple[float, Tensor]:
         self.collectives.append(list(self.record.seen))
-        self.gradients.append(self.whole({name: weight.grad for name, weight in self.sharded.weights.items()}))
+        self.gradients.append(self.whole({name: weight.grad for name, weight in self.weights.items()}))
         rate, norm = super()._update(step)
         self.norms.append(float(norm))
         return rate, norm
@@ -91,11 +91,11 @@ class WatchedTrainer(Trainer):
 
     def state(self) -> Trained:
         """What training has come to; one message for all of it, since this is asked for some hundred times."""
-        states = [self.optimizer.state.get(parameter, {}) for parameter in self.sharded.trained]
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.trained]
         names = ("exp_avg", "exp_avg_sq")
         moments_held = {f"{i} {name}": state.get(name) for i, state in enumerate(states) for name in names}
-        found = self.whole({**self.sharded.weights, **moments_held})
-        weights = {name: found[name] for name in self.sharded.weights}
+        found = self.whole({**self.weights, **moments_held})
+        weights = {name: found[name] for name in self.weights}
         for name, parameter in self.model.named_parameters():  # a replica computes with what was updated
             if not isinstance(parameter, DTensor):
                 held = torch.as_tensor(weights[name]).to(parameter.dtype)
@@ -109,7 +109,7 @@ class WatchedTrainer(Trainer):
         arrays = {name: part.detach().double().numpy() for name, part in local.items() if part is not None}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, arrays)
-        found, count = {}, self.sharded.shares.count
+        found, count = {}, self.shares.count
         for name in arrays:
             pieces = [theirs[name] for theirs in everyone]
             copies = [np.concatenate(pieces[first : first + count]) for first in range(0, len(pieces), count)]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fcp_cli.errors import UsageError
-from fcp_cli.launching import console_scripts
-from fcp_cli.launching.console_scripts import python_program
+from fcp_cli.launching import program
+from fcp_cli.launching.program import python_program
 from fcp_cli.util.console import Assumptions
 
 
@@ -136,13 +136,13 @@ def test_what_is_no_python_program_is_refused_in_one_line(folder: Path, words: l
 def test_the_head_of_a_program_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _command(folder, "finetune", f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n")
     reads: list[Path] = []
-    read = console_scripts._head
+    read = program._head
 
     def count(found: Path) -> bytes:
         reads.append(found)
         return read(found)
 
-    monkeypatch.setattr(console_scripts, "_head", count)
+    monkeypatch.setattr(program, "_head", count)
 
     assert _program("finetune") == (str(path),)
     assert reads == [path]

@@ -13,7 +13,7 @@ import pytest
 
 from fcp_cli.errors import FcpError, PlanError
 from fcp_cli.plan.file import PlanReader, steps_to_arrow
-from fcp_cli.planning.online_journal import OnlineJournal
+from fcp_cli.planning.journal import StreamJournal
 from fcp_cli.util.records import read_records, table_content, table_of_content, write_record
 from tests.planning.examples import PROFILE
 from tests.planning.test_stream import LENGTHS, batches_of, planned, settings_for
@@ -34,13 +34,13 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def journal(kept: Path, tmp_path: Path) -> OnlineJournal:
+def journal(kept: Path, tmp_path: Path) -> StreamJournal:
     shutil.copytree(kept, tmp_path / kept.name)
-    return OnlineJournal(tmp_path / "plan.parquet")
+    return StreamJournal(tmp_path / "plan.parquet")
 
 
 @pytest.mark.lengthy
-def test_a_file_cut_off_anywhere_is_read_up_to_its_last_whole_window(journal: OnlineJournal) -> None:
+def test_a_file_cut_off_anywhere_is_read_up_to_its_last_whole_window(journal: StreamJournal) -> None:
     part = journal.folder / "000001.windows"
     whole = part.read_bytes()
     seen = set()
@@ -54,7 +54,7 @@ def test_a_file_cut_off_anywhere_is_read_up_to_its_last_whole_window(journal: On
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("name", ["metadata.json", "000000.windows", "000001.windows"])
-def test_a_byte_that_changed_is_refused_in_one_line(journal: OnlineJournal, name: str) -> None:
+def test_a_byte_that_changed_is_refused_in_one_line(journal: StreamJournal, name: str) -> None:
     file = journal.folder / name
     whole = file.read_bytes()
     sound = [step.to_dict() for step in journal.steps()]
@@ -70,7 +70,7 @@ def test_a_byte_that_changed_is_refused_in_one_line(journal: OnlineJournal, name
     assert [step.to_dict() for step in journal.steps()] == sound
 
 
-def rewrite(journal: OnlineJournal, edit: Callable[[Windows], Windows]) -> None:
+def rewrite(journal: StreamJournal, edit: Callable[[Windows], Windows]) -> None:
     """Change the records of the first start, with digests that fit."""
     part = journal.folder / "000000.windows"
     contents = edit(list(read_records(part)))
@@ -111,7 +111,7 @@ def with_column(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
     ],
 )
 def test_values_that_no_step_can_have_never_reach_compiled_code(
-    journal: OnlineJournal, edit: Callable[[Windows], Windows], message: str
+    journal: StreamJournal, edit: Callable[[Windows], Windows], message: str
 ) -> None:
     rewrite(journal, edit)
     with pytest.raises(PlanError, match=message) as raised:
@@ -119,7 +119,7 @@ def test_values_that_no_step_can_have_never_reach_compiled_code(
     assert "\n" not in str(raised.value) and not journal.path.exists()
 
 
-def test_the_steps_of_a_journal_become_the_plan(journal: OnlineJournal) -> None:
+def test_the_steps_of_a_journal_become_the_plan(journal: StreamJournal) -> None:
     sound = [step.to_dict() for step in journal.steps()]
     journal.finish()
     assert [step.to_dict() for step in PlanReader(journal.path).steps()] == sound

@@ -1,7 +1,11 @@
-"""Resolves the words after `--` to a Python program: console scripts on PATH, launchers, and trainers' commands."""
+"""The program that ranks run: found from the words after `--`, and started through the runtime's entry point.
+
+The words may be a script, `-m MODULE`, a console script on PATH, a launcher's command line, or a trainer's command.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -177,3 +181,47 @@ def _head(path: Path) -> bytes:
             return file.read(_HEAD_BYTES)
     except OSError:
         return b""
+
+
+# Hooks, through the runtime's entry point.
+
+ENTRY = ("-m", "fcp_cli.runtime")
+"""Entry point that prepares the rank and runs the program after `--`."""
+
+
+def through_entry(program: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (program, arguments) for the launcher to run `program` with hooks."""
+    return ENTRY, ("--", *program)
+
+
+def without_entry(words: Sequence[str]) -> list[str]:
+    """Undo `through_entry`: return the user's program and arguments as one list."""
+    start = len(ENTRY) + 1
+    return list(words[start:] if tuple(words[:start]) == (*ENTRY, "--") else words)
+
+
+def is_mindspore_script(script: Path) -> bool:
+    """Return whether a script imports MindSpore but not torch; False if it cannot be parsed."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    imported = {name.partition(".")[0] for node in ast.walk(tree) for name in _imported_by(node)}
+    return "mindspore" in imported and "torch" not in imported
+
+
+def _imported_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+
+
+def split_program(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split the words after `--` into a program, ("script.py",) or ("-m", "module"), and its arguments."""
+    first, *rest = words
+    if first == "-m" and not rest:
+        raise UsageError("-m after -- needs the name of a module")
+    if first.startswith("-") and first != "-m":
+        raise UsageError(f"after -- comes a script or '-m MODULE', not {first}; the trainer's options go before --")
+    length = 2 if first == "-m" else 1
+    return tuple(words[:length]), tuple(words[length:])

@@ -1,0 +1,84 @@
+"""Disables sequence packing in frameworks around transformers' Trainer: under a plan, the plan packs sequences."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from fcp_cli.integrations.base import require
+
+
+def unpack_llama_factory(parser: ModuleType) -> None:
+    """Disable `packing` (on by default in pretraining) and `neat_packing` in `llamafactory.hparams.parser`."""
+    require(parser, {"get_train_args": ("args",)}, found="this LLaMA-Factory", advice="version known to work: 0.9.5")
+    own = parser.get_train_args
+
+    @wraps(own)
+    def get_train_args(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        model, data = found[:2]
+        _turn_off("LLaMA-Factory", data, ("neat_packing", "packing"), ("cutoff_len",))
+        model.block_diag_attn = False
+        return found
+
+    parser.get_train_args = get_train_args  # type: ignore[attr-defined]
+
+
+def unpack_swift(sft_args: ModuleType) -> None:
+    """Disable `packing` in the arguments of `swift.arguments.sft_args`."""
+    require(sft_args, {"SftArguments.__post_init__": ()}, found="this ms-swift", advice="version known to work: 4.6.0")
+    _before_post_init(sft_args.SftArguments, "ms-swift", ("packing",), ("packing_length", "max_length"))
+
+
+def unpack_trl(sft_config: ModuleType) -> None:
+    """Disable `packing` in `trl.trainer.sft_config`."""
+    require(sft_config, {"SFTConfig.__post_init__": ()}, found="this TRL", advice="version known to work: 1.16.0")
+    _before_post_init(sft_config.SFTConfig, "TRL", ("packing",), ("max_length",))
+
+
+def unpack_axolotl(config: ModuleType) -> None:
+    """Disable `sample_packing` and metrics summed over ranks in `axolotl.utils.config.validate_config`."""
+    require(config, {"validate_config": ("cfg",)}, found="this axolotl", advice="version known to work: 0.19.0")
+    own = config.validate_config
+
+    @wraps(own)
+    def validate_config(cfg: Any, *args: Any, **kwargs: Any) -> Any:
+        _turn_off("axolotl", cfg, ("sample_packing",), ("sequence_len",))
+        cfg.eval_sample_packing = cfg.include_tkps = False  # ranks have different numbers of micro-batches
+        return own(cfg, *args, **kwargs)
+
+    config.validate_config = validate_config  # type: ignore[attr-defined]
+
+
+def replaced_packing() -> int | None:
+    """Return the tokens per packed sequence of the packing disabled last, 0 if unknown; None if none was disabled."""
+    return _replaced[-1] if _replaced else None
+
+
+_replaced: list[int] = []
+
+
+def _before_post_init(kind: Any, framework: str, names: Sequence[str], lengths: Sequence[str]) -> None:
+    own: Callable[..., None] = kind.__post_init__
+
+    @wraps(own)
+    def __post_init__(self: Any) -> None:
+        _turn_off(framework, self, names, lengths)
+        own(self)
+
+    kind.__post_init__ = __post_init__
+
+
+def _turn_off(framework: str, settings: Any, names: Sequence[str], lengths: Sequence[str]) -> None:
+    asked = [name for name in names if getattr(settings, name, False)]
+    for name in asked:
+        setattr(settings, name, False)
+    if asked:
+        _replaced.append(next((int(given) for name in lengths if (given := getattr(settings, name, None))), 0))
+    if asked and os.environ.get("RANK", "0") == "0":
+        line = f"fcp: {framework}'s {asked[0]} is off: the plan packs, and batch sizes count sequences"
+        print(line, file=sys.stderr, flush=True)
