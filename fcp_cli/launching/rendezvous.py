@@ -103,13 +103,21 @@ class NodeRendezvous(RendezvousHandler):
         try:
             store = TCPStore(self._host, self._port, None, False, self._timeout, wait_for_workers=False)
         except RuntimeError as error:  # torch's DistNetworkError and DistStoreError are of this class
-            raise RendezvousConnectionError(f"node 0 does not answer at {where}: {_first_line(error)}") from error
+            raise RendezvousConnectionError(
+                f"node 0 does not answer at {where}; start it, make sure that --master-addr and --master-port are its "
+                "own, or wait longer with --join-timeout"
+            ) from error
         try:
             store.wait([_JOB], timedelta(seconds=_ANSWER_SECONDS))
         except RuntimeError as error:
-            raise RendezvousError(f"the store at {where} is not of a job that fcp started; use another port") from error
+            raise RendezvousError(
+                f"the process at {where} is not node 0 of this job; give node 0's address and a free port"
+            ) from error
         if store.get(_JOB) != self._job.encode():
-            raise RendezvousError(f"another job holds {where}; give each job a port of its own by --master-port")
+            raise RendezvousError(
+                f"another job holds {where}; give each job a --master-port of its own, and start all nodes of a job "
+                "with the same plan and run directory"
+            )
         return store
 
     def _met(self, store: Store) -> None:
@@ -120,8 +128,11 @@ class NodeRendezvous(RendezvousHandler):
             store.wait(others, self._timeout)
         except RuntimeError as error:
             missing = [node for node in range(self._nodes) if not store.check([f"fcp/node/{node}"])]
-            waited = f"{self._timeout.total_seconds():g} s"
-            raise RendezvousTimeoutError(f"waited {waited} in vain for nodes {missing}") from error
+            names = ", ".join(map(str, missing))
+            raise RendezvousTimeoutError(
+                f"only {self._nodes - len(missing)} of {self._nodes} nodes came together in time, without {names}; "
+                "start the others with the same plan and --master-addr, or wait longer with --join-timeout"
+            ) from error
 
     def is_closed(self) -> bool:
         return False
@@ -166,13 +177,13 @@ def bound_socket(host: str, port: int, *, alone: bool) -> socket.socket:
         listening.listen(socket.SOMAXCONN)
     except OSError as error:
         listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise RendezvousConnectionError(
+                f"port {port} of this machine is in use by another process; give all nodes another --master-port"
+            ) from error
         reason = os.strerror(error.errno or 0)
-        raise RendezvousConnectionError(f"cannot listen on {host}:{port}: {reason}") from error
+        raise RendezvousConnectionError(f"node 0 cannot listen on {host}:{port}: {reason}") from error
     return listening
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -63,7 +63,7 @@ def test_a_node_of_another_job_is_refused_and_counts_for_none() -> None:
         waiting = pool.submit(node(0, port, seconds=5.0).next_rendezvous)
         with pytest.raises(RendezvousError, match=r"another job holds .* --master-port"):
             node(1, port, job="two").next_rendezvous()
-        with pytest.raises(RendezvousTimeoutError, match=r"nodes \[1\]"):
+        with pytest.raises(RendezvousTimeoutError, match="without 1;"):
             waiting.result()
 
 
@@ -74,14 +74,14 @@ def test_two_nodes_of_one_number_are_refused() -> None:
         twins = [pool.submit(node(1, port, nodes=3, seconds=5.0).next_rendezvous) for _ in range(2)]
         errors = {type(one.exception()) for one in twins}
         assert errors == {RendezvousError, RendezvousTimeoutError}
-        with pytest.raises(RendezvousTimeoutError, match=r"nodes \[2\]"):
+        with pytest.raises(RendezvousTimeoutError, match="without 2;"):
             waiting.result()
 
 
 def test_a_store_that_fcp_did_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fcp_cli.launching.rendezvous._ANSWER_SECONDS", 1)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(RendezvousError, match="not of a job that fcp started"):
+    with pytest.raises(RendezvousError, match="not node 0 of this job"):
         node(1, store.port).next_rendezvous()
 
 
@@ -89,7 +89,7 @@ def test_a_taken_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(RendezvousConnectionError, match="Address already in use"):
+        with pytest.raises(RendezvousConnectionError, match="in use by another process"):
             node(0, taken.getsockname()[1]).next_rendezvous()
 
 
