@@ -135,19 +135,19 @@ def _environment(measurement: Measurement) -> dict[str, str]:
 
 def _print_commands(options: SelftestOptions) -> None:
     """Print the command to run on each node; rank 0 then prints the block for an issue."""
-    from fcp_cli.util.processes import torchrun_argv
+    from fcp_cli.util.processes import meeting_options, torchrun_argv
     from fcp_cli.verification.selftest import WORKER
 
     folder = options.output.with_suffix("").absolute()
     measurement = _prepare(options, folder)
     settings = _settings(options, measurement, folder).write()
-    meeting = [f"--nnodes={options.nodes}", "--master-addr=MASTER_ADDR", "--master-port=29500"]
+    meeting = meeting_options(options.nodes, address="MASTER_ADDR", port=29500, job=str(folder))
     argv = torchrun_argv(options.devices_per_node, python="python", options=meeting)
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in _environment(measurement).items())
     note(f"wrote {folder}; run this on each of {options.nodes} nodes, NODE_RANK 0 being MASTER_ADDR, with that folder")
     note(f"on shared storage; rank 0 then writes {folder}/report.json and prints the block")
     program = shlex.join([*WORKER, str(settings)])
-    sys.stdout.write(f'{variables}{shlex.join(argv)} --node-rank="$NODE_RANK" {program}\n')
+    sys.stdout.write(f'{variables}{shlex.join(argv)} --rdzv-conf=rank="$NODE_RANK" {program}\n')
 
 
 def _finish(report: SelftestReport, options: SelftestOptions) -> None:

@@ -7,6 +7,7 @@ unknown before the rendezvous.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from fcp_cli.launching.job import (
 from fcp_cli.launching.program import through_entry, without_entry
 from fcp_cli.launching.request import LOCAL
 from fcp_cli.runs.run_dir import LaunchRecord, RunPaths, from_here, has_followed
-from fcp_cli.util.processes import torchrun_argv
+from fcp_cli.util.processes import ALONE, meeting_options, torchrun_argv
 
 # Start-up timeout of nodes unless --join-timeout is given; msrun's default.
 CLUSTER_TIME_OUT_SECONDS = 600
@@ -44,24 +45,28 @@ def node_argv(job: Job, *, node_rank: int | str = 0) -> list[str]:
 
 def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
     """Return the torchrun command; a single node uses a free port, several meet at master_addr:master_port."""
-    options = ["--standalone"]
+    options = [*ALONE, f"--rdzv-id={job_identity(job)}"]
     if job.num_nodes > 1:
-        options = [
-            f"--nnodes={job.num_nodes}",
-            f"--node-rank={node_rank}",
-            f"--master-addr={job.master_addr}",
-            f"--master-port={job.master_port}",
-        ]
-        if job.join_timeout_seconds is not None:
-            # A name of this job: a node that finds the store of another job waits there, and joins none of its ranks.
-            rdzv_id = f"{job.run_dir.name}-{job.metadata.plan_hash[:12]}"
-            options += [f"--rdzv-conf=timeout={job.join_timeout_seconds}", f"--rdzv-id={rdzv_id}"]
+        options = meeting_options(
+            job.num_nodes, address=str(job.master_addr), port=job.master_port, job=job_identity(job)
+        )
+        join_timeout = CLUSTER_TIME_OUT_SECONDS if job.join_timeout_seconds is None else job.join_timeout_seconds
+        options += [f"--rdzv-conf=rank={node_rank},timeout={join_timeout}"]
     if job.numa_binding is not None:
         options += [f"--numa-binding={job.numa_binding}"]
     if job.log_dir is not None:
         options += [f"--log-dir={job.log_dir}", "--redirects=3"]
     launcher = torchrun_argv(job.processes_per_node, python=job.python, options=options)
     return [*launcher, *job.program, *job.arguments]
+
+
+def job_identity(job: Job) -> str:
+    """Return the name that the nodes of a job compare when they meet; no other job has it.
+
+    Two jobs of one plan differ by their run directories, two users by the paths of theirs.
+    """
+    where = f"{job.run_dir.absolute()} {job.metadata.plan_hash}"
+    return f"{job.run_dir.name}-{hashlib.sha256(where.encode()).hexdigest()[:16]}"
 
 
 def _msrun_argv(job: Job, node_rank: int | str) -> list[str]:

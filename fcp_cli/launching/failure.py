@@ -312,27 +312,7 @@ def without_noise(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 _CAUSES = (
-    (
-        re.compile(r"port: (?P<port>\d+).*EADDRINUSE"),
-        "port {port} of this machine is in use by another process; give all nodes another --master-port",
-    ),
-    (
-        re.compile(r"Timed out after \d+ seconds waiting for clients\. (?P<here>\d+)/(?P<all>\d+) clients joined"),
-        "only {here} of {all} nodes came together in time; start the others with the same plan and --master-addr, or "
-        "wait longer with --join-timeout",
-    ),
-    (
-        re.compile(
-            r"client socket has timed out after \d+ms while trying to connect to \((?P<host>[^,]+), (?P<port>\d+)"
-        ),
-        "node 0 does not answer at {host}:{port}; start it, make sure that --master-addr and --master-port are its "
-        "own, or wait longer with --join-timeout",
-    ),
-    (
-        re.compile(r"DistStoreError: wait timeout after \d+ms, keys: \S*torchelastic/"),
-        "the other nodes of this job did not come to the store at --master-addr and --master-port in time: it may be "
-        "another job's; give node 0's address and a free port, or wait longer with --join-timeout",
-    ),
+    (re.compile(r"Rendezvous\w*Error: (?P<why>.+)"), "{why}"),  # of `launching.rendezvous`, with its remedy
     (
         re.compile(r"DistNetworkError: Failed to recv"),
         "the store at --master-addr and --master-port ended while this node waited for the others: node 0 failed, or "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from fcp_cli.profiling.samples import Measurement, SamplesFile, read_samples
-from fcp_cli.util.processes import kill_tree, torchrun_argv
+from fcp_cli.util.processes import kill_tree, meeting_options, torchrun_argv
 
 _POLL_SECONDS = 0.2
 # After its budget, a worker still measures step and memory; beyond this grace time it counts as hanging.
@@ -72,12 +72,12 @@ def cluster_command(measurement: Measurement, request: Path, *, master: str, env
         master: address of node 0.
         environment: job variables.
     """
-    meeting = [f"--nnodes={measurement.nodes}", f"--master-addr={master}", "--master-port=29500"]
+    meeting = meeting_options(measurement.nodes, address=master, port=29500, job=str(request.resolve()))
     argv = torchrun_argv(measurement.ranks // measurement.nodes, python="python", options=meeting)
     program = [*_WORKER, str(request.resolve())]
     # Not quoted: the shell of each node substitutes its number.
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in environment.items())
-    return f'{variables}{shlex.join(argv)} --node-rank="$NODE_RANK" {shlex.join(program)}'
+    return f'{variables}{shlex.join(argv)} --rdzv-conf=rank="$NODE_RANK" {shlex.join(program)}'
 
 
 def run_logged(

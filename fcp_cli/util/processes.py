@@ -282,9 +282,22 @@ def interrupts_deferred() -> Iterator[None]:
 # Builds torchrun command lines. Does not import torch.
 
 
-def torchrun_argv(
-    processes: int, *, python: str = sys.executable, options: Sequence[str] = ("--standalone",)
-) -> list[str]:
+ALONE: Final = ("--rdzv-backend=fcp", "--rdzv-endpoint=127.0.0.1:0")
+"""torchrun's options for a job on one machine: a free port of the loopback interface (`launching.rendezvous`)."""
+
+
+def meeting_options(nodes: int, *, address: str, port: int, job: str) -> list[str]:
+    """Return torchrun's options for nodes that meet at node 0, without the number of each node.
+
+    Args:
+        nodes: number of nodes.
+        address, port: of node 0.
+        job: identity of the job: nodes with another one are refused.
+    """
+    return [f"--nnodes={nodes}", "--rdzv-backend=fcp", f"--rdzv-endpoint={address}:{port}", f"--rdzv-id={job}"]
+
+
+def torchrun_argv(processes: int, *, python: str = sys.executable, options: Sequence[str] = ALONE) -> list[str]:
     """Return the command that starts `processes` ranks on a node; append the program and its arguments.
 
     torchrun runs as a module of `python`, never from PATH, which may belong to another environment.

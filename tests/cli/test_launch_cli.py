@@ -74,7 +74,7 @@ def test_with_nothing_more_it_says_what_it_assumed(fcp: Fcp, folder: Path) -> No
         f"FCP_RUN_DIR={run_dir}",
         "OMP_NUM_THREADS=1",
         sys.executable,
-        *("-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"),
+        *("-m", "torch.distributed.run", "--nproc-per-node=4", "--rdzv-backend=fcp", "--rdzv-endpoint=127.0.0.1:0"),
         *(f"--log-dir={run_dir}/logs/start-001", "--redirects=3"),
         *("-m", "fcp_cli.training.train", "--plan", f"{folder}/plan.parquet", "--model", "qwen3-tiny"),
         *("--run-dir", str(run_dir), "--manifest", f"{folder}/lengths.parquet", "--quiet"),

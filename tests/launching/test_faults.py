@@ -234,4 +234,4 @@ def test_a_node_0_that_nobody_started_is_told_in_one_line(folder: Path, address:
 def test_nodes_that_never_come_are_told_in_one_line(folder: Path, address: str) -> None:
     ended = node(folder, address, unused_port(), rank=0)
     assert (ended.status, ended.seconds < MOST_SECONDS) == (1, True)
-    assert ended.last.startswith("error: only 1 of 3 nodes came together in time; start the others with the same plan")
+    assert ended.last.startswith("error: only 1 of 3 nodes came together in time, without 1, 2; start the others")

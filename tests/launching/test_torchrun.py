@@ -9,11 +9,14 @@ from fcp_cli.launching.commands import node_argv
 from tests.launching.jobs import local_job
 
 
-def test_nodes_that_wait_for_each_other_have_a_name_that_no_other_job_on_their_port_has() -> None:
+def test_two_jobs_of_one_plan_and_one_name_never_take_each_other_for_the_same() -> None:
     job = replace(local_job(), num_nodes=2, master_addr="10.0.0.1", join_timeout_seconds=30)
-    job = replace(job, run_dir=Path("/shared/runs/a"), metadata=replace(job.metadata, plan_hash="f" * 64))
-    for node in range(2):
-        argv = node_argv(job, node_rank=node)
-        assert argv[8:10] == ["--rdzv-conf=timeout=30", "--rdzv-id=a-ffffffffffff"]
-    other = node_argv(replace(job, run_dir=Path("/shared/runs/b")))
-    assert "--rdzv-id=b-ffffffffffff" in other
+    here, elsewhere = (replace(job, run_dir=Path(folder) / "run") for folder in ("/shared/sweepA", "/shared/sweepB"))
+    nodes = [node_argv(here, node_rank=node) for node in range(2)]
+    names = [{word for word in argv if word.startswith("--rdzv-id=")} for argv in (*nodes, node_argv(elsewhere))]
+    assert names[0] == names[1] != names[2]
+    assert [f"--rdzv-conf=rank={node},timeout=30" in argv for node, argv in enumerate(nodes)] == [True, True]
+
+
+def test_a_job_on_one_machine_meets_on_loopback() -> None:
+    assert {"--rdzv-backend=fcp", "--rdzv-endpoint=127.0.0.1:0"} <= set(node_argv(local_job()))

@@ -45,9 +45,10 @@ exec /shared/venv/bin/python -m fcp_cli.launching.node \
     /shared/venv/bin/python -m torch.distributed.run \
     --nproc-per-node=8 \
     --nnodes=2 \
-    --node-rank="$NODE_RANK" \
-    --master-addr="$MASTER_ADDR" \
-    --master-port=29500 \
+    --rdzv-backend=fcp \
+    --rdzv-endpoint="$MASTER_ADDR":29500 \
+    --rdzv-id=qwen3-8b-001-6fa82127d02ba98a \
+    --rdzv-conf=rank="$NODE_RANK",timeout=600 \
     --log-dir=/shared/runs/qwen3-8b-001/logs/"$STARTED"-node"$NODE_RANK" \
     --redirects=3 \
     -m fcp_cli.training.train \
