@@ -250,6 +250,7 @@ class Trainer:
                 self._save(finished)
             exports = self.settings.export_every
             if finished == self.last_step or (exports > 0 and finished % exports == 0):
+                self.saver.finish()  # an export that fails must not lose the checkpoint
                 self._export()
             if stopping and finished < self.last_step:
                 self.saver.finish()

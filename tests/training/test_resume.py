@@ -289,3 +289,13 @@ def test_a_run_goes_on_with_its_optimizer_shared_out_where_none_was(folder: Path
     assert ended.returncode == 0, ended.stderr
     assert_same_trajectory(steps_of(folder / "shared"), steps_of(straight)[:5])
     assert read_header(folder / "shared" / "checkpoints" / "step-00000005").sharding == "sharded"
+
+
+def test_an_export_that_fails_loses_no_checkpoint(folder: Path) -> None:
+    run = folder / "spoilt"
+    run.mkdir()
+    (run / "model").write_text("in the way of the export", encoding="utf-8")
+    ended = run_fcp("launch", *SETTINGS, "--plan", "plan.parquet", "--steps", "2", "--run-dir", "spoilt", folder=folder)
+    assert ended.returncode != 0
+    assert [path.name for path in checkpoints(run / "checkpoints")] == ["step-00000002"]
+    assert not list((run / "checkpoints").glob(".*"))
