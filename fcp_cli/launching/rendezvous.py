@@ -17,7 +17,7 @@ import socket
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,

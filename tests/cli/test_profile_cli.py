@@ -185,7 +185,7 @@ def test_several_nodes_get_a_command_to_run_on_each(tmp_path: Path, fcp: Fcp) ->
     done = fcp("profile", "--model", "qwen3-8b", "--nodes", "2", "--device", "cuda")
     assert "--nproc-per-node=8 --nnodes=2" in done.out
     assert done.out.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ")  # as a job gets it
-    assert '--node-rank="$NODE_RANK"' in done.out
+    assert '--rdzv-conf=rank="$NODE_RANK"' in done.out
     points = read_measurement(tmp_path / "profile.request.json").points()
     assert {point.degree for point in points if point.crosses_nodes} == {2, 3, 4, 6, 8}
 

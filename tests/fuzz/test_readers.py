@@ -49,7 +49,7 @@ EXCEPTIONS = {
     "fcp_cli/planning/journal.py:StreamJournal._take_over_plan": _NOT_YET,
     "fcp_cli/profiling/timing.py:peak_bytes": _SYSTEM,
     "fcp_cli/profiling/timing.py:run_queue_seconds": _SYSTEM,
-    "fcp_cli/profiling/measure.py:_run": _OWN,
+    "fcp_cli/profiling/measure.py:run_measurement.goes_on": _OWN,
     "fcp_cli/profiling/measure.py:reason_in_log": _OWN,
     "fcp_cli/profiling/samples.py:read_measurement": _OWN,
     "fcp_cli/util/inputs.py:open_unpacked": _NOT_YET,

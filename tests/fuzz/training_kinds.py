@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fcp_cli.errors import FcpError
 from fcp_cli.launching.failure import TorchrunRanks
@@ -39,9 +40,11 @@ def write_training(folder: Path) -> None:
     (weights / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     _write_log(folder / "log")
     _write_cache(folder / "embeddings")
-    from tests.training.test_checkpoint import make, save
+    from tests.training.test_checkpoint import alone, make, save
 
-    save(folder / "saved", make(0).state)
+    with pytest.MonkeyPatch.context() as patch:
+        alone(patch)
+        save(folder / "saved", make(0).state)
     for source, tokenizer in (("texts.jsonl", ""), ("chat.jsonl", "--kind chat --tokenizer chat")):
         run_fcp(folder, f"manifest build {source} {tokenizer} -o {Path(source).stem}-tokens.parquet")
     run_fcp(folder, "manifest build megatron.idx -o megatron-tokens.parquet")

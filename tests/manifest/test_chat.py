@@ -256,7 +256,8 @@ def test_a_manifest_of_chat_gives_tokens_and_labels(tmp_path: Path, checkpoint: 
     manifest = tmp_path / "m.parquet"
     built = build(data, manifest, tokenizer=str(checkpoint))
     assert (built.rows, built.unlearned) == (3, 1)
-    encoder, reader = ChatEncoder(checkpoint, "assistant"), open_tokens(manifest)
+    encoder = ChatEncoder(checkpoint, "assistant")
+    reader: Any = open_tokens(manifest)
     for row in (2, 0, 1):
         tokens, labels = reader(row)
         expected = encoder(records[row], "here")

@@ -22,7 +22,7 @@ ROWS = [[1] * 10, [], [2] * 8, [3] * 4]  # the second is left out
 
 
 def masks_of(manifest: Path) -> list[Mask]:
-    reader = open_tokens(manifest)
+    reader: Any = open_tokens(manifest)
     found = [reader(row) for row in range(len(read_manifest(manifest)))]
     assert all(isinstance(one, MaskedSequence) for one in found)
     assert [one.tokens.tolist() for one in found] == [row for row in ROWS if row]
@@ -65,7 +65,8 @@ def test_a_column_gives_masks_and_their_exact_factor(
 def test_full_needs_no_column(tmp_path: Path) -> None:
     write_tree(tmp_path / "texts", {"a.txt": b"words", "b.txt": b"x"})
     build(tmp_path / "texts", tmp_path / "m.parquet", mask="full")
-    reader, table = open_tokens(tmp_path / "m.parquet"), read_manifest(tmp_path / "m.parquet")
+    reader: Any = open_tokens(tmp_path / "m.parquet")
+    table = read_manifest(tmp_path / "m.parquet")
     assert reader(0).mask == full()
     assert table.eta is not None
     assert table.eta.tolist() == [1.0, 0.0]

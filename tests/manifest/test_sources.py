@@ -345,7 +345,7 @@ def test_a_reader_keeps_a_bounded_number_of_row_groups(tmp_path: Path, monkeypat
         return original(self, group, column)
 
     monkeypatch.setattr(ParquetShard, "read_group", counted)
-    reader = open_tokens(tmp_path / "m.parquet")
+    reader: Any = open_tokens(tmp_path / "m.parquet")
     assert [reader(row)[0] for row in (0, 1, 1, 0, *range(50), 0)] == [0, 1, 1, 0, *range(50), 0]
     assert reads == [*range(50), 0]
 

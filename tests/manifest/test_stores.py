@@ -140,7 +140,7 @@ def test_tokens_are_read_again_from_the_store(
     for form in ("plain", "zst", "tars", "parquet"):
         done = fcp(["manifest", "build", f"s3://data/{form}", "-o", str(tmp_path / f"{form}.parquet")], {})
         assert done.returncode == 0, done.stderr
-        tokens = open_tokens(tmp_path / f"{form}.parquet")
+        tokens: Any = open_tokens(tmp_path / f"{form}.parquet")
         for row in random.Random(0).sample(range(len(RECORDS)), 20):
             assert bytes(tokens(row).astype("u1")) == str(RECORDS[row]["text"]).encode()
 
@@ -214,7 +214,8 @@ def test_every_sequence_of_azure_is_counted_once_and_read_again(
     assert_counted_as_here(tmp_path, tokenizer)
     for name, value in of_azure(f"http://127.0.0.1:{azure}").items():
         monkeypatch.setenv(name, value)
-    tokens, local = open_tokens(tmp_path / "m.parquet"), open_tokens(tmp_path / "l.parquet")
+    tokens: Any = open_tokens(tmp_path / "m.parquet")
+    local: Any = open_tokens(tmp_path / "l.parquet")
     for row in (0, 20_001, 59_000):
         assert tokens(row).tolist() == local(row).tolist()
 

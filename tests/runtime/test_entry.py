@@ -22,7 +22,7 @@ from tests.runtime.plans import Row, write_plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
-SITE = ROOT / "fcp_cli" / "runtime" / "injection" / "site"
+SITE = ROOT / "fcp_cli" / "runtime" / "site"
 TELL = """
 import json, sys
 print(json.dumps({"argv": sys.argv, "path": sys.path[0], "name": __name__, "torch": "torch" in sys.modules}))

@@ -68,11 +68,15 @@ def save(folder: Path, state: TrainState, *, step: int = 5, keep: int = 2) -> Pa
     return folder / f"step-{step:08d}"
 
 
-@pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other rank to wait for or to hear from."""
     monkeypatch.setattr("fcp_cli.training.checkpoint.dist.barrier", lambda: None)
     monkeypatch.setattr("fcp_cli.training.checkpoint.gather_texts", lambda world, text: [text])
+
+
+@pytest.fixture(autouse=True)
+def without_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
 
 
 def saver(folder: Path, *, rank: int = 0, **changes: Any) -> CheckpointSaver:

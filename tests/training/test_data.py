@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,7 +43,7 @@ def test_a_row_with_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> No
     rows = pa.array([[1, 2, 3], [4, 70, 5]], pa.list_(pa.int64()))
     pq.write_table(pa.table({"input_ids": rows}), tmp_path / "tokens.parquet")
     build(tmp_path / "tokens.parquet", tmp_path / "lengths.parquet", column="input_ids")
-    tokens = open_tokens(tmp_path / "lengths.parquet", entries=64)
+    tokens: Any = open_tokens(tmp_path / "lengths.parquet", entries=64)
     assert len(tokens(0)) == 3
     with raises(
         snapshot(

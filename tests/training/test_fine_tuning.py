@@ -73,7 +73,8 @@ def losses_of_one_process(folder: Path) -> tuple[list[float], Any]:
         plan=folder / "plan.parquet", model="", run_dir=folder, learning_rate=LEARNING_RATE, warmup_steps=1
     )
     optimizer = make_optimizer(list(model.parameters()), settings)
-    rows, losses = open_tokens(folder / "lengths.parquet"), []
+    rows: Any = open_tokens(folder / "lengths.parquet")
+    losses = []
     for number, step in enumerate(PlanReader(folder / "plan.parquet").steps()):
         batch = [rows(int(row)) for row in step.sequences]
         learned = sum(int((labels[1:] != -100).sum()) for _, labels in batch)
