@@ -95,6 +95,7 @@ def damage(folder: Path, record: Mapping[str, Any]) -> None:
     file.write_bytes(file.read_bytes()[:100])
 
 
+@pytest.mark.processes
 def test_a_bad_row_is_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = write_run(tmp_path, "internvl", steps=2, num_ranks=1)
     expected = losses_of_one_process(tmp_path, "internvl", records, unlearned=[7])
