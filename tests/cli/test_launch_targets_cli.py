@@ -48,7 +48,8 @@ def test_an_empty_folder_shows_the_whole_cluster_command_and_what_was_assumed(fc
     commands = [line for line in out.splitlines() if line.startswith("env ")]
     assert len(commands) == 8
     for node, command in enumerate(commands):
-        assert f"--nproc-per-node=8 --nnodes=8 --node-rank={node} --master-addr=NODE0_ADDRESS" in command
+        assert "--nproc-per-node=8 --nnodes=8 --rdzv-backend=fcp --rdzv-endpoint=NODE0_ADDRESS:29500" in command
+        assert f"--rdzv-conf=rank={node},timeout=" in command
         assert f"--model qwen3vl-8b --run-dir {tmp_path}/runs/qwen3vl-8b-001 --manifest" in command
     assert list(tmp_path.iterdir()) == []
 

@@ -68,6 +68,7 @@ def test_a_long_message_of_a_library_is_shortened() -> None:
     assert len(first_line(ValueError("x" * 5000))) == 1000
 
 
+@pytest.mark.processes
 def test_a_record_that_a_tokenizer_cannot_encode_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "chat")
     settings = tmp_path / "chat" / "tokenizer_config.json"
