@@ -54,7 +54,7 @@ OPTIONS = list(integer_options(typer.main.get_command(app)))
 
 def test_every_command_with_whole_numbers_is_tried() -> None:
     assert {verb for verb, _ in OPTIONS} == set(COMMANDS)
-    assert len(OPTIONS) > 60
+    assert len(OPTIONS) > 68
 
 
 @pytest.mark.parametrize(("verb", "flag"), OPTIONS)
