@@ -272,7 +272,8 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
     elif owned is not None:
         answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned)}
     if options.json:
-        print_json({**asdict(record), **answer})
+        texts = [{"name": name, "text": text} for name, text in files.items()]
+        print_json({**asdict(record), "files": texts, **answer})
 
 
 def _write(folder: Path, files: Mapping[str, str], *, overwrite: bool = False) -> None:

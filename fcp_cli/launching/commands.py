@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
 
 from fcp_cli import runtime
 from fcp_cli.errors import RunError
@@ -116,7 +115,7 @@ def node_environment(job: Job, *, inherited_path: str | None = None) -> dict[str
         job: the job to launch.
         inherited_path: PATH where the command runs, extended for msrun; None if `launching.node` extends it.
     """
-    environment = job.job_environment()
+    environment = {**job.job_environment(), **job.given}
     if job.launcher == "msrun":
         environment["LOCAL_WORLD_SIZE"] = str(job.processes_per_node)  # torchrun sets it for its ranks, msrun does not
         if inherited_path is not None:
@@ -187,12 +186,12 @@ def become(argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
 _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "accept_unrecorded", "quiet")
 
 
-def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> LaunchRecord:
+def launch_record(job: Job, files: Iterable[str] = ()) -> LaunchRecord:
     """Return the launch record of a job.
 
     Args:
         job: the job to launch.
-        files: texts of the files of a cluster job, by name; a local job records node commands instead.
+        files: names of the files of a cluster job; a local job records node commands instead.
     """
     settings = job.settings
     names = () if settings is None else tuple(map(str, settings.manifest))
@@ -220,7 +219,7 @@ def launch_record(job: Job, files: Mapping[str, str] = MappingProxyType({})) -> 
             {"node": node, "argv": node_argv(each, node_rank=node), "shell": shell_command(each, node_rank=node)}
             for node, each in enumerate(started)
         ],
-        files=[{"name": name, "text": text} for name, text in files.items()],
+        files=[{"name": name} for name in files],
     )
 
 

@@ -78,6 +78,7 @@ class Job:
         model: trained model; None if only the script knows it.
         needs_torch: whether ranks run torch; MindSpore scripts do not.
         environment: variables besides FCP_PLAN, FCP_METRICS and FCP_RUN_DIR.
+        given: values of --env for the files of a cluster job; the launch record has none of them.
         variables: variables for the device kind, with reasons.
         hosts: names of the nodes in order, if listed.
         master_addr, master_port: rendezvous address and port, for several nodes.
@@ -110,6 +111,7 @@ class Job:
     model: str | None = None
     needs_torch: bool = True
     environment: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict)
     variables: tuple[Variable, ...] = ()
     hosts: tuple[str, ...] = ()
     master_addr: str = ""

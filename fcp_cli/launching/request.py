@@ -49,7 +49,7 @@ class ClusterOptions:
     env: Annotated[
         tuple[str, ...],
         Opt(
-            "Variable of the job; without =VALUE, copied from here; repeatable.",
+            "Variable of the job; without =VALUE, read at its start; repeatable.",
             metavar="NAME=VALUE",
             trust="runs",
         ),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.launching.job import THIS_MACHINE, Job, planned_cluster
 from fcp_cli.launching.request import LOCAL, ClusterOptions
-from fcp_cli.launching.targets import ALSO_CALLED, TARGETS, Target, target_of
+from fcp_cli.launching.targets import ALSO_CALLED, TARGETS, Target, job_name, target_of
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.util.console import Assumptions
+from fcp_cli.util.console import Assumptions, note
 from fcp_cli.util.inputs import read_text
 from fcp_cli.util.machine import UNKNOWN_MACHINE, LocalDevices
 from fcp_cli.util.network import is_host, is_loopback
@@ -36,6 +35,18 @@ _SKYPILOT = {"a100": "A100-80GB", "a100-40gb": "A100", "h100": "H100", "h200": "
 """Device of a shipped cluster -> its name in SkyPilot."""
 _SSH_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Words of a variable's name whose value is a secret, unless the name says that the value is a path.
+_SECRET_WORDS = {"APIKEY", "AUTH", "CREDENTIAL", "CREDENTIALS", "KEY", "PASSPHRASE"}
+_SECRET_WORDS |= {"PASSWD", "PASSWORD", "PAT", "PWD", "SECRET", "SECRETS", "TOKEN"}
+_PATH_WORDS = frozenset({"DIR", "FILE", "HOME", "PATH"})
+# How the nodes of a target get a variable that the job's files only name; {names}: --env words, {job}: the job's name.
+_READ_AT_START = {
+    "slurm": "sbatch takes {names} from the shell that submits the job",
+    "scripts": "every node reads {names} from its own environment; --setup '. FILE' can set them there",
+    "skypilot": "start with: sky launch {flags} skypilot.yaml",
+    "ray": "the driver reads {names} from its environment and hands them to the nodes",
+    "kubernetes": "pods read {names} from a secret; make it once: kubectl create secret generic {job}-env {literals}",
+}
 
 
 def choose_target(request: ClusterOptions) -> str:
@@ -142,11 +153,8 @@ def for_cluster(request: ClusterOptions, job: Job, output: Path | None, assumed:
     return replace(
         job,
         python=_python(request, is_container=request.image is not None, assumed=assumed),
-        environment={
-            **job.environment,
-            **{v.name: v.value for v in job.variables if v.value},
-            **given_variables(request.env, os.environ),
-        },
+        environment={**job.environment, **{v.name: v.value for v in job.variables if v.value}},
+        given=split_variables(request.env)[0],
         hosts=hosts,
         master_addr=hosts[0] if hosts else job.master_addr,
         output=output,
@@ -158,6 +166,7 @@ def option_values(request: ClusterOptions, target: Target, job: Job, assumed: As
     """Return template variables set by options; see docs/reference/templates.md."""
     return {
         "setup": request.setup,
+        "forwarded": _forwarded(request, target, job),
         "sbatch_options": [_option_of("sbatch", text) for text in request.sbatch_option],
         "srun_options": [_option_of("srun", text) for text in request.srun_option],
         "accelerator": _accelerator(job, assumed),
@@ -203,9 +212,12 @@ def _parts(flag: str, text: str) -> dict[str, str]:
     return found.groupdict(default="")
 
 
-def given_variables(words: tuple[str, ...], here: Mapping[str, str]) -> dict[str, str]:
-    """Parse the values of --env; a name without a value is copied from the environment `here`."""
-    found = {}
+def split_variables(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Split the words of --env into values for the job's files and names of variables that the job reads at its start.
+
+    Files of a job are readable by others, so a value whose name says that it is a secret raises UsageError.
+    """
+    given, forwarded = dict[str, str](), []
     for text in words:
         name, equals, value = text.partition("=")
         if not _VARIABLE.fullmatch(name):
@@ -214,10 +226,29 @@ def given_variables(words: tuple[str, ...], here: Mapping[str, str]) -> dict[str
             )
         if name.startswith("FCP_"):
             raise UsageError(f"--env {name}: fcp sets the variables FCP_... of its jobs by itself")
-        if not equals and name not in here:
-            raise UsageError(f"--env {name} has no value, and {name} is not set here; give --env {name}=VALUE")
-        found[name] = value if equals else here[name]
-    return found
+        parts = name.upper().split("_")
+        if equals and not _SECRET_WORDS.isdisjoint(parts) and parts[-1] not in _PATH_WORDS:
+            raise UsageError(
+                f"--env {name}=... would write a secret to the job's files; give --env {name}, without the value: the "
+                "job reads it when it starts"
+            )
+        if equals:
+            given[name] = value
+        else:
+            forwarded.append(name)
+    return given, tuple(forwarded)
+
+
+def _forwarded(request: ClusterOptions, target: Target, job: Job) -> tuple[str, ...]:
+    """Return the variables that the job reads when it starts, after printing where from."""
+    _, names = split_variables(request.env)
+    if names:
+        kind = "kubernetes" if target.is_container else job.target
+        sentence = _READ_AT_START.get(kind, "the nodes read {names} from their environment")
+        flags = " ".join(f"--secret {name}" for name in names)
+        literals = " ".join(f'--from-literal={name}="${name}"' for name in names)
+        note(sentence.format(names=", ".join(names), flags=flags, literals=literals, job=job_name(job.run_dir.name)))
+    return names
 
 
 def _mounts(request: ClusterOptions, job: Job, assumed: Assumptions) -> tuple[dict[str, str], ...]:

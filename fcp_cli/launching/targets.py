@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from fcp_cli.launching.commands import node_argv, node_environment
 from fcp_cli.launching.job import Job, variable
 from fcp_cli.launching.request import LOCAL
 from fcp_cli.runs.run_dir import RunPaths
-from fcp_cli.util.files import shipped, write_text_atomically
+from fcp_cli.util.files import replaced_atomically, shipped
 from fcp_cli.util.inputs import read_text
 from fcp_cli.util.plugins import Registry
 from fcp_cli.util.words import did_you_mean, has_control_characters
@@ -365,16 +365,27 @@ def job_name(text: str) -> str:
 
 
 def write_files(folder: Path, files: Mapping[str, str], *, overwrite: bool) -> None:
-    """Write each file atomically to a folder, created if missing; existing files raise FcpError unless `overwrite`."""
+    """Write the files of a job to a folder, created if missing; existing files raise FcpError unless `overwrite`.
+
+    All or none: a full disk leaves no job of which a part is missing.
+    """
     for name in files:
         if not overwrite and (folder / name).exists():
             raise FcpError(f"{folder / name} is there already; remove it, or choose another folder")
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FcpError(f"cannot make the folder {folder}: {error.strerror}") from error
-    for name, text in files.items():
-        write_text_atomically(folder / name, text)
+    try:
+        with ExitStack() as renames:  # each file is renamed after the last was written
+            for name, text in files.items():
+                renames.enter_context(replaced_atomically(folder / name)).write_text(text, encoding="utf-8")
+    except FcpError:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def require_sbatch() -> None:

@@ -130,7 +130,7 @@ class LaunchRecord:
         program: program as typed after `--`, or the bundled trainer's module.
         environment: environment variables that fcp sets.
         commands: command of each node of a local job: `node`, `argv`, and `shell` quoted with its environment.
-        files: files that start the job on a cluster, each with `name` and `text`.
+        files: files that start the job on a cluster, each with its `name`.
     """
 
     format: str = FORMAT

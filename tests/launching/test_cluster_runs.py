@@ -109,7 +109,7 @@ def test_a_job_is_handed_to_slurm_and_runs_on_both_nodes(folder: Path, cluster: 
     }
     assert (run_dir / "plan.parquet").read_bytes() == (folder / "plan.parquet").read_bytes()
     launched = json.loads((run_dir / "launch.json").read_text())
-    assert (launched["target"], launched["files"][0]["text"]) == ("slurm", (run_dir / "job.sbatch").read_text())
+    assert (launched["target"], launched["files"]) == ("slurm", [{"name": "job.sbatch"}])
 
 
 def test_slurm_starts_msrun_on_both_nodes(folder: Path, cluster: FakeCluster) -> None:

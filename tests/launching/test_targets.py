@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
+from fcp_cli.launching.commands import launch_record
 from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.supervise import JobOutcome
-from fcp_cli.launching.target_options import choose_target, given_variables, read_hostfile
+from fcp_cli.launching.target_options import choose_target, for_cluster, read_hostfile, split_variables
 from fcp_cli.launching.targets import TARGETS, job_files, job_name, submit, template_values, write_files, yaml_scalar
-from tests.launching.cluster_jobs import FakeCluster, cluster_job
+from fcp_cli.util.console import Assumptions
+from tests.launching.cluster_jobs import FakeCluster, allocation, cluster_job
 
 
 def test_the_options_tell_the_target() -> None:
@@ -110,6 +115,20 @@ def test_files_are_not_overwritten(tmp_path: Path) -> None:
     assert not (folder / "a").exists()  # nothing is half-written
     write_files(folder, {"b": "3"}, overwrite=True)
     assert (folder / "b").read_text() == "3"
+
+
+def test_a_disk_that_fills_up_leaves_no_part_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_text
+
+    def full(path: Path, text: str, **more: Any) -> int:
+        if "last" in path.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, text, **more)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(FcpError, match=r"cannot write .*last: No space left"):
+        write_files(tmp_path / "job", {"first": "1", "last": "2"}, overwrite=False)
+    assert not (tmp_path / "job").exists()
 
 
 @pytest.mark.processes
@@ -247,13 +266,44 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path, capfd:
     assert not (tmp_path / "logs").exists()
 
 
-def test_variables_that_are_given_join_the_job_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", "/hub $x")
-    assert given_variables(("HF_HOME", "A=b=c", "EMPTY="), os.environ) == {
-        "HF_HOME": "/hub $x",
-        "A": "b=c",
-        "EMPTY": "",
-    }
+def test_variables_have_a_value_in_the_files_or_are_read_at_the_start() -> None:
+    words = ("HF_TOKEN", "A=b=c", "EMPTY=", "TOKENIZERS_PARALLELISM=false", "SSH_KEY_PATH=/k")
+    given = {"A": "b=c", "EMPTY": "", "TOKENIZERS_PARALLELISM": "false", "SSH_KEY_PATH": "/k"}
+    assert split_variables(words) == (given, ("HF_TOKEN",))
+
+
+@pytest.mark.parametrize("name", sorted(set(TARGETS) - {"slurm"}))
+def test_a_secret_is_named_in_the_files_of_a_job_and_not_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    made = replace(cluster_job(), target=name)
+    request = ClusterOptions(env=("HF_TOKEN", "HF_HOME=/hub"), image="registry.example/fcp:1")
+    made = for_cluster(request, made, None, Assumptions())
+    files = job_files(TARGETS[name], made)
+    text = "".join(files.values())
+    assert "HF_TOKEN" in text
+    assert "/hub" in text
+    assert "hf_secret" not in text
+    record = launch_record(made, files).text()
+    assert "/hub" not in record
+    assert "hf_secret" not in record
+
+
+@pytest.mark.processes
+def test_a_job_without_its_secret_stops_at_once_and_one_with_it_gets_it(tmp_path: Path) -> None:
+    (tmp_path / "token.py").write_text("import os\nprint(os.environ['HF_TOKEN'])\n")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\nexec {sys.executable} {tmp_path / 'token.py'}\n")
+    python.chmod(0o755)
+    cluster = FakeCluster(tmp_path)
+    made = replace(cluster_job(), target="slurm", directory=tmp_path, run_dir=tmp_path / "run", python=str(python))
+    request = ClusterOptions(env=("HF_TOKEN",), python=str(python))
+    script = tmp_path / "job.sbatch"
+    script.write_text(job_files(TARGETS["slurm"], for_cluster(request, made, None, Assumptions()))[script.name])
+    refused = cluster.run_batch_script(script)
+    assert refused.returncode != 0
+    assert "HF_TOKEN: is not set; export it where you run sbatch" in refused.stderr
+    ran = cluster.run("bash", str(script), **allocation(2), HF_TOKEN="hf_secret")
+    assert ran.stdout.count("hf_secret") == 2, ran.stderr
 
 
 @pytest.mark.parametrize(
@@ -261,10 +311,14 @@ def test_variables_that_are_given_join_the_job_s(monkeypatch: pytest.MonkeyPatch
     [
         ("-x=1", "--env is '-x=1'; it must be the name of a variable and a value, as HF_HOME=/shared/hub"),
         ("FCP_PLAN=x", "--env FCP_PLAN: fcp sets the variables FCP_... of its jobs by itself"),
-        ("NOT_HERE", "--env NOT_HERE has no value, and NOT_HERE is not set here; give --env NOT_HERE=VALUE"),
+        (
+            "WANDB_API_KEY=x",
+            "--env WANDB_API_KEY=... would write a secret to the job's files; give --env WANDB_API_KEY, without the "
+            "value: the job reads it when it starts",
+        ),
     ],
 )
 def test_a_variable_that_cannot_be_meant_is_one_line(words: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
-        given_variables((words,), {})
+        split_variables((words,))
     assert str(error.value) == message
