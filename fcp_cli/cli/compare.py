@@ -19,9 +19,9 @@ from fcp_cli.util.words import counted, did_you_mean
 if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
     from fcp_cli.plan.metadata import Sync
-    from fcp_cli.planning.batches import GlobalBatches
     from fcp_cli.planning.compare import Contender
     from fcp_cli.planning.settings import PlanInputs
+    from fcp_cli.planning.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,15 @@ class CompareOptions(PlanRequest):
         Opt("Compare under one sync only.", unset="each strategy's better one", common=True, group="Cluster and model"),
     ] = None
     steps: Annotated[
-        int | None, Opt("How many steps to plan, from the first.", min=1, common=True, group="Global batches")
-    ] = 4
+        int | None,
+        Opt(
+            "How many steps to plan, spread over the data.",
+            min=1,
+            unset="as the verdict of fcp plan, at most 4",
+            common=True,
+            group="Global batches",
+        ),
+    ] = None
     solvers: Annotated[
         str | None,
         Opt(
@@ -51,12 +58,11 @@ class CompareOptions(PlanRequest):
     ] = 5.0
     json: Annotated[bool, Opt("Print the result as one JSON document.", common=True, group="Output")] = False
 
-    # No options here: the recipe is the profile's, or else searched, and few steps are planned.
+    # No options here: the recipe is the profile's, or else searched.
     recipe: RecipeRequest = field(default_factory=RecipeRequest)
     epochs: int = 1
     last_batch: Literal["keep", "drop"] = "keep"
     encoder_balance: Literal["ring", "wave", "auto"] = "ring"
-    as_needed: bool = False
 
 
 @takes(
@@ -65,14 +71,14 @@ class CompareOptions(PlanRequest):
 )
 def compare(options: CompareOptions) -> None:
     """Compare every strategy, each in its best setting, on your lengths."""
-    from fcp_cli.planning.compare import SYNCS, colocated, encoder_placements
+    from fcp_cli.planning.compare import SYNCS, encoder_placements
     from fcp_cli.planning.settings import resolve
-    from fcp_cli.planning.verdict import compared_verdict
+    from fcp_cli.planning.verdict import compared_steps
     from fcp_cli.report.verdict import comparison_document, print_comparison, verdict_lines
 
     assumptions = Assumptions()
     _names(options.solvers)  # validate the names before reading files
-    inputs = resolve(options, assumptions)
+    inputs = resolve(replace(options, steps=None), assumptions)
     names = _names(options.solvers, inputs.problem.profile)
     assumptions.report()
     is_open = options.sync is None and options.virtual_stages == 1
@@ -80,14 +86,16 @@ def compare(options: CompareOptions) -> None:
     if inputs.problem.profile.common_ground is not None:
         note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
         inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))
-    contenders, batches = _run(inputs, names, syncs, options.milp_seconds)
-    verdict = compared_verdict(contenders, replace(inputs, problem=colocated(inputs.problem)), batches)
-    contenders += list(encoder_placements(inputs.table, inputs.problem, inputs.settings))
+    batches = inputs.batches()
+    steps = compared_steps(batches, options.steps)
+    contenders = _run(inputs, steps, names, syncs, options.milp_seconds)
+    verdict = _verdict(contenders, inputs, steps)
+    contenders += list(encoder_placements(inputs, steps))
     if options.json:
-        document = comparison_document(contenders, inputs.problem, steps=len(batches))
+        document = comparison_document(contenders, inputs.problem, steps=steps)
         print_json({**document, "verdict": verdict and verdict.to_json()})
         return
-    print_result(_headline(inputs, len(batches)))
+    print_result(_headline(inputs, steps, len(batches)))
     print_comparison(results(), contenders, syncs)
     for line in verdict_lines(verdict) if verdict is not None else ():
         print_result(line)
@@ -115,38 +123,45 @@ def _names(solvers: str | None, profile: CostProfile | None = None) -> list[str]
 
 
 def _run(
-    inputs: PlanInputs, names: list[str], syncs: Sequence[Sync], milp_seconds: float
-) -> tuple[list[Contender], GlobalBatches]:
-    """Return the result of each strategy, and the global batches compared."""
-    from fcp_cli.planning.batches import GlobalBatches
-    from fcp_cli.planning.compare import compare as run_comparison
+    inputs: PlanInputs, steps: Sequence[int], names: list[str], syncs: Sequence[Sync], milp_seconds: float
+) -> list[Contender]:
+    """Return the result of each strategy."""
+    from fcp_cli.planning.compare import compare_recipes
 
-    batches = GlobalBatches(inputs.table, inputs.problem, inputs.settings)
-    steps = len(batches)
     note_compilation(names, syncs)
     with progress() as bar:
-        task = bar.add_task("planning", total=steps * len(names) * len(syncs))
-        contenders = list(
-            run_comparison(
-                inputs.table,
-                inputs.problem,
-                inputs.settings,
-                names=names,
-                syncs=syncs,
-                milp_seconds=milp_seconds,
-                on_step=lambda name: bar.update(task, advance=1, description=f"planning: {name}"),
-            )
+        task = bar.add_task("planning", total=len(names) * len(syncs))
+        found = compare_recipes(
+            inputs,
+            steps,
+            names=names,
+            syncs=syncs,
+            milp_seconds=milp_seconds,
+            on_step=lambda name: bar.update(task, advance=1, description=f"planning: {name}"),
         )
-    return contenders, batches
+        return list(found)
 
 
-def _headline(inputs: PlanInputs, steps: int) -> str:
+def _verdict(contenders: Sequence[Contender], inputs: PlanInputs, steps: Sequence[int]) -> Verdict | None:
+    """Return the verdict on fcp against the strategies that can be used today, or None if either was not compared."""
+    from fcp_cli.planning.compare import USABLE
+    from fcp_cli.planning.solvers import DEFAULT
+    from fcp_cli.planning.verdict import baselines_of, verdict_on
+
+    ours = next((one.outcomes.get(inputs.problem.sync) for one in contenders if one.name == DEFAULT), None)
+    baselines = baselines_of((one for one in contenders if one.name in USABLE), steps, 0)
+    if ours is None or baselines is None:
+        return None
+    return verdict_on(DEFAULT, dict(zip(steps, ours.seconds, strict=True)), baselines, inputs)
+
+
+def _headline(inputs: PlanInputs, steps: Sequence[int], of: int) -> str:
     problem = inputs.problem
     return (
         f"{counted(problem.num_ranks, 'rank')}, {problem.ranks_per_node} per node, "
         f"{counted(problem.tokens_per_rank, 'token')} each"
         f"{'' if problem.padding_multiple is None else f', padded to {problem.padding_multiple} per rank'}; "
         f"{'' if inputs.settings.batching is None else 'up to '}"
-        f"{counted(inputs.settings.global_batch_size, 'sequence')} a step, {counted(steps, 'step')}; "
+        f"{counted(inputs.settings.global_batch_size, 'sequence')} a step, {len(steps)} of {counted(of, 'step')}; "
         f"{problem.profile.model} on {problem.profile.cluster} ({problem.profile.origin})"
     )

@@ -14,7 +14,6 @@ from fcp_cli.util.options import Arg, Opt
 
 if TYPE_CHECKING:
     from fcp_cli.plan.step import StepPlan
-    from fcp_cli.plan.summary import PlanSummary
     from fcp_cli.report.plan_tables import PlanFile
 
 
@@ -38,7 +37,7 @@ def inspect(
     if step is None and why is not None:
         raise UsageError("--why names a micro-batch of one step; give --step too")
     if step is None:
-        _inspect_plan(file, manifest, json)
+        _inspect_plan(file, json)
     elif why is not None:
         _inspect_degree(file, step, why, manifest, json)
     else:
@@ -86,57 +85,26 @@ def _inspect_step(file: PlanFile, wanted: int, json: bool) -> None:
         print_step(results(), file.metadata, step)
 
 
-def _inspect_plan(file: PlanFile, manifest: Sequence[Path], json: bool) -> None:
+def _inspect_plan(file: PlanFile, json: bool) -> None:
+    from fcp_cli.plan.summary import PlanSummary
+    from fcp_cli.planning.verdict import static_rival
     from fcp_cli.report.plan_tables import print_plan, speedup_text
 
-    summary, sample, longest = _summarise(file)
-    found = _speedup(file, sample, longest, manifest)
-    metadata = file.metadata
+    metadata, seconds = file.metadata, dict[int, float]()
+    summary = PlanSummary.of(metadata)
+    for step in file.steps():
+        summary.add(step)
+        seconds[step.step] = step.makespan_seconds
+    if not seconds:
+        raise file.nothing_to_show()
+    static = static_rival(metadata, seconds)
+    speedup = None if static is None else static.factor
     if json:
         document: dict[str, Any] = {"plan": str(file.path), "plan_hash": metadata.plan_hash, **summary.to_json()}
         document |= {"solver": metadata.solver, "sync": metadata.sync, "num_ranks": metadata.num_ranks}
         document |= {"recipe": metadata.recipe and asdict(metadata.recipe)}
-        document |= {"distinct_groups": metadata.distinct_groups, "speedup_over_static": found and found[0]}
+        document |= {"distinct_groups": metadata.distinct_groups, "speedup_over_static": speedup}
         document["warnings"] = file.problems
         print_json(document)
         return
-    text = "unknown without --manifest, because the plan's times depend on more than lengths"
-    if metadata.refits:
-        text = "unknown, because the cost profile was refitted during the run"
-    if found is not None:
-        text = speedup_text(found[0], found[1], len(sample), summary.steps)
-    print_plan(results(), metadata, summary, extra={"speed-up": text})
-
-
-def _summarise(file: PlanFile) -> tuple[PlanSummary, list[StepPlan], int]:
-    """Return totals, a sample of steps for the static baseline, and the longest sequence in tokens."""
-    from fcp_cli.plan.summary import PlanSummary
-    from fcp_cli.planning.verdict import baseline_steps
-
-    metadata = file.metadata
-    summary = PlanSummary.of(metadata)
-    sampled = set(baseline_steps(metadata.steps, first_step=metadata.first_step))
-    sample, longest = [], 0
-    for step in file.steps():
-        summary.add(step)
-        longest = max(longest, int(step.lengths.max()))
-        if step.step in sampled:
-            sample.append(step)
-    if not sample:
-        raise file.nothing_to_show()
-    return summary, sample, longest
-
-
-def _speedup(
-    file: PlanFile, sample: list[StepPlan], longest: int, manifest: Sequence[Path]
-) -> tuple[float, int] | None:
-    from fcp_cli.planning.problem import problem_of
-    from fcp_cli.planning.verdict import static_speedup
-
-    found = static_speedup(
-        sample,
-        problem_of(file.metadata, name=str(file.path)),
-        longest_tokens=longest,
-        manifest=file.manifest(manifest),
-    )
-    return None if found is None else (found[0], found[1].degree)
+    print_plan(results(), metadata, summary, extra={"speed-up": speedup_text(metadata, speedup)})

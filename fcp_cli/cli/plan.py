@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -18,7 +18,7 @@ from fcp_cli.util.options import MOST_RANKS, MOST_WORKERS, Opt, Typed, options_o
 from fcp_cli.util.words import counted, duration
 
 if TYPE_CHECKING:
-    from fcp_cli.plan.metadata import PlanMetadata, Sync
+    from fcp_cli.plan.metadata import Baselines, PlanMetadata, Sync
     from fcp_cli.plan.step import StepPlan
     from fcp_cli.planning.make_plan import PlanResult
     from fcp_cli.planning.settings import PlanInputs
@@ -188,19 +188,23 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
 
 def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, next_command: str | None = None) -> None:
     from fcp_cli.launching.job import planned_nodes
-    from fcp_cli.planning.verdict import plan_verdict
+    from fcp_cli.planning.compare import SYNCS
+    from fcp_cli.planning.verdict import priced_baselines, verdict_on
     from fcp_cli.report.verdict import verdict_lines
 
-    result, sample = _make_with_progress(inputs, options, output)
-    extra = _gain_and_time(result, sample, inputs) | _price_of_limit(result, inputs)
-    verdict = plan_verdict(result, sample, inputs, (extra["speedup_over_static"], extra["static_degree"]))
+    note_compilation([options.solver], [inputs.problem.sync])
+    is_open = options.sync is None and inputs.problem.virtual_stages == 1
+    baselines = priced_baselines(inputs, options.solver, SYNCS if is_open else (inputs.problem.sync,))
+    result, seconds = _make_with_progress(inputs, options, output, baselines)
+    verdict = None if baselines is None else verdict_on(options.solver, seconds, baselines, inputs)
+    extra = _gain_and_time(result, seconds) | _price_of_limit(result, inputs)
     if options.json:
         told = {"assumed": inputs.assumptions.assumed, "warnings": inputs.assumptions.warnings}
         written = {"output": str(output), **result.to_json(), **extra}
-        print_json({**written, "verdict": verdict.to_json(), **told})
+        print_json({**written, "verdict": verdict and verdict.to_json(), **told})
     else:
         _show(result, extra)
-        for line in verdict_lines(verdict):
+        for line in () if verdict is None else verdict_lines(verdict):
             print_result(line)
     arguments = [f"{flag} {size}" for flag, size in _arguments_of_megatron(result.metadata)]
     # The bundled trainer uses one device per rank.
@@ -241,31 +245,30 @@ def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.parquet"
-        _make_with_progress(inputs, options, path)
+        _make_with_progress(inputs, options, path, None)
         with path.open("rb") as file:
             shutil.copyfileobj(file, sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
 
-def _make_with_progress(inputs: PlanInputs, options: PlanOptions, output: Path) -> tuple[PlanResult, list[StepPlan]]:
-    """Make the plan; return it and a sample of its steps for the static baseline."""
+def _make_with_progress(
+    inputs: PlanInputs, options: PlanOptions, output: Path, baselines: Baselines | None
+) -> tuple[PlanResult, dict[int, float]]:
+    """Make the plan; return it and its step times, by step."""
     from fcp_cli.planning.make_plan import make_plan
-    from fcp_cli.planning.verdict import baseline_steps
 
-    batches = inputs.batches()
-    total = len(batches)
-    note_compilation([options.solver], [inputs.problem.sync])
-    sampled, sample = set(baseline_steps(total, first_step=batches.first_step)), []
+    seconds: dict[int, float] = {}
     with progress() as bar:
-        task = bar.add_task(f"planning with {options.solver}", total=total)
+        task = bar.add_task(f"planning with {options.solver}", total=len(inputs.batches()))
 
         def on_step(step: StepPlan) -> None:
             bar.advance(task)
-            if step.step in sampled:
-                sample.append(step)
+            seconds[step.step] = step.makespan_seconds
 
-        result = make_plan(output, inputs, workers=options.workers, resume=options.resume, on_step=on_step)
-    return result, sample
+        result = make_plan(
+            output, inputs, baselines=baselines, workers=options.workers, resume=options.resume, on_step=on_step
+        )
+    return result, seconds
 
 
 def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
@@ -278,19 +281,13 @@ def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
     return {name: result.solver.options[name], f"{name}_price": limit_price(result.solver, inputs.batches())}
 
 
-def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInputs) -> dict[str, Any]:
+def _gain_and_time(result: PlanResult, seconds: Mapping[int, float]) -> dict[str, Any]:
     """Return the speed-up over the static baseline and the planning time, which the plan file does not store."""
-    from fcp_cli.planning.verdict import static_speedup
+    from fcp_cli.planning.verdict import static_rival
 
-    found = static_speedup(
-        sample, inputs.problem, longest_tokens=max(int(step.lengths.max()) for step in sample), manifest=inputs.table
-    )
-    assert found is not None, "the plan's own manifest gives its own times"
-    speedup, static = found
+    static = static_rival(result.metadata, seconds)
     return {
-        "speedup_over_static": speedup,
-        "static_degree": static.degree,
-        "static_sample_steps": len(sample),
+        "speedup_over_static": None if static is None else static.factor,
         "planning_seconds": result.planning_seconds,
         "loading_seconds": result.loading_seconds,
         "planning_milliseconds_per_step": 1e3 * result.planning_seconds / result.summary.steps,
@@ -300,13 +297,11 @@ def _gain_and_time(result: PlanResult, sample: list[StepPlan], inputs: PlanInput
 def _show(result: PlanResult, extra: dict[str, Any]) -> None:
     from fcp_cli.report.plan_tables import print_plan, speedup_text
 
-    steps = result.summary.steps
-    static = speedup_text(extra["speedup_over_static"], extra["static_degree"], extra["static_sample_steps"], steps)
     per_step = duration(extra["planning_milliseconds_per_step"] / 1e3)
     planning = f"{per_step} per step, {duration(extra['planning_seconds'])} in all"
     if extra["loading_seconds"] > _WORTH_SAYING_SECONDS:
         planning += f", and {duration(extra['loading_seconds'])} to load or compile the planner"
-    lines = {"speed-up": static, "planning": planning}
+    lines = {"speed-up": speedup_text(result.metadata, extra["speedup_over_static"]), "planning": planning}
     limits = {"degree": "no rings, which costs", "groups": "{} groups cost", "peers": "{} peers cost"}
     for kind, cost in limits.items():
         if (name := f"max_{kind}") in extra:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fcp_cli.report.plan_tables import PlanFile
     from fcp_cli.runs.metrics_reader import RunFile
 
-_SPEEDUP_SEQUENCES = 16_384  # sequences to replan for the best static plan
 _METRICS_BYTES = 200_000_000  # larger metrics are sampled: every k-th measured step
 
 
@@ -66,7 +65,7 @@ def report(
         run=measured,
         run_name=run.path.resolve().parent.name if run is not None else "",
         run_facts=run.run if run is not None else None,
-        speedup=_speedup(file, sample, picture.longest_tokens, table),
+        speedup=_speedup(file, sample, table),
         warnings=[*file.problems, *problems],
     )
     text = page.html()
@@ -97,13 +96,11 @@ def _of_a_run(folder: Path, manifest: tuple[Path, ...]) -> tuple[Path, tuple[Pat
 
 def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
     """Return the chart data of a plan, and a sample of its steps to compare with a static plan."""
-    from fcp_cli.report.page_data import PlanPicture, evenly_spaced
+    from fcp_cli.report.page_data import PlanPicture
 
     meta = file.metadata
     picture, sample = PlanPicture(metadata=meta), []
-    compared = max(2, min(32, _SPEEDUP_SEQUENCES // meta.global_batch_size))
-    shown = -(-meta.steps // picture.every)
-    sampled = {meta.first_step + i * picture.every for i in evenly_spaced(shown, compared)}
+    sampled = set() if meta.baselines is None else set(meta.baselines.steps)
     with progress() as bar:
         task = bar.add_task("reading the plan", total=meta.steps)
         for step in file.steps():
@@ -113,7 +110,7 @@ def _draw_plan(file: PlanFile) -> tuple[PlanPicture, list[StepPlan]]:
             if step.step in sampled:
                 sample.append(step)
             bar.advance(task)
-    if not sample:
+    if not picture.summary.steps:
         raise file.nothing_to_show()
     return picture, sample
 
@@ -143,20 +140,18 @@ def _draw_run(
     return run, measured if measured.steps else None, warnings
 
 
-def _speedup(file: PlanFile, sample: list[StepPlan], longest: int, table: LengthTable | None) -> Speedup:
+def _speedup(file: PlanFile, sample: list[StepPlan], table: LengthTable | None) -> Speedup:
     """Return the predicted gain over the best static plan."""
     from fcp_cli.planning.problem import problem_of
-    from fcp_cli.planning.verdict import static_speedup, typical_pair
+    from fcp_cli.planning.verdict import static_rival, typical_pair
     from fcp_cli.report.charts import Speedup
+    from fcp_cli.report.plan_tables import speedup_text
 
-    problem = problem_of(file.metadata, name=str(file.path))
-    found = static_speedup(sample, problem, longest_tokens=longest, manifest=table)
-    if found is None:
-        if file.metadata.refits:
-            return Speedup(factor=None, remark="the cost profile was refitted during the run")
-        return Speedup(factor=None, remark="times depend on more than lengths: give --manifest")
-    factor, solver = found
-    where = "" if len(sample) == file.metadata.steps else f", on {len(sample)} of {file.metadata.steps:,} steps"
-    ours, static = typical_pair(sample, solver, manifest=table)
-    remark = f"over degree {solver.degree} for all{where}"
-    return Speedup(factor=factor, remark=remark, degree=solver.degree, ours=ours, static=static)
+    static = static_rival(file.metadata, {step.step: step.makespan_seconds for step in sample})
+    if static is None:
+        return Speedup(factor=None, remark=speedup_text(file.metadata, None))
+    pair = typical_pair(sample, problem_of(file.metadata, name=str(file.path)), manifest=table)
+    if pair is None:
+        return Speedup(factor=static.factor, remark="the steps' times depend on more than lengths: give --manifest")
+    ours, drawn = pair
+    return Speedup(factor=static.factor, remark=speedup_text(file.metadata, static.factor), ours=ours, static=drawn)

@@ -29,7 +29,7 @@ from fcp_cli.util.inputs import kind_of, read_json, require_input
 from fcp_cli.util.masks import MaskKind, MaskRows
 from fcp_cli.util.options import MOST_ROWS
 from fcp_cli.util.parquet import FOOTER_KEY, footer_document
-from fcp_cli.util.validation import Count, NonNegativeCount, validated
+from fcp_cli.util.validation import Count, NonNegativeCount, Positive, validated
 from fcp_cli.util.words import first_sentence
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ METADATA_KEY: Final = FOOTER_KEY
 # Keys that change the meaning of steps, times or budgets, so readers that do not know them must reject the plan. They
 # are omitted if None, so that plans without them keep the hash from before the keys existed.
 _OPTIONAL_KEYS: Final = (
-    *("attention", "batching", "continues", "encoder_balance", "encoder_ranks"),
+    *("attention", "baselines", "batching", "continues", "encoder_balance", "encoder_ranks"),
     *("masked_sequences", "masks", "mixture", "padding_multiple", "phase", "pipeline", "rank_speeds"),
     *("recipe", "refits", "shuffle_kind"),
 )
@@ -134,6 +134,29 @@ def unpack_rows(text: str, rows: int) -> npt.NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """A strategy that can be used without a plan, under the recipe and sync that suit it best.
+
+    Attributes:
+        name: solver name.
+        label: display name.
+        seconds: predicted seconds of each step of `Baselines.steps`.
+    """
+
+    name: str
+    label: str
+    seconds: tuple[Positive, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baselines:
+    """Baselines that a plan was compared with when it was made, on a few of its steps."""
+
+    steps: tuple[NonNegativeCount, ...]
+    strategies: tuple[Baseline, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanMetadata(PlanSetup):
     """Everything needed to follow, check and reproduce a plan; `num_ranks` counts all ranks of the job.
 
@@ -155,6 +178,7 @@ class PlanMetadata(PlanSetup):
         continues: run that the plan continues; None: it begins with step 0.
         plan_hash: content hash over rows and metadata; see `hashing`.
         created: ISO time, not hashed.
+        baselines: step times of other strategies, or None if they were not priced; not hashed.
     """
 
     fcp_version: str
@@ -182,6 +206,7 @@ class PlanMetadata(PlanSetup):
     distinct_groups: NonNegativeCount = 0
     plan_hash: str = ""
     created: str = ""
+    baselines: Baselines | None = None
 
     @property
     def mask_rows(self) -> MaskRows | None:
@@ -234,7 +259,8 @@ class PlanMetadata(PlanSetup):
     def hashed_json(self) -> bytes:
         """Return the hashed part of the metadata as canonical JSON."""
         document = self._document()
-        del document["plan_hash"], document["created"]
+        for key in ("plan_hash", "created", "baselines"):
+            document.pop(key, None)
         return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
     def to_json(self) -> str:
@@ -299,6 +325,11 @@ def _require_sound(metadata: PlanMetadata) -> None:
         place = "mixture"
         if metadata.mixture is not None and (fault := metadata.mixture.fault(rows)):
             raise ValueError(fault)
+        place = "baselines"
+        if metadata.baselines is not None:
+            steps = len(metadata.baselines.steps)
+            if not steps or any(len(one.seconds) != steps for one in metadata.baselines.strategies):
+                raise ValueError(f"not one time for each of {steps} steps")
         place = f"continues.trained is no mask of {rows} rows"
         if metadata.continues is not None:
             unpack_rows(metadata.continues.trained, rows)

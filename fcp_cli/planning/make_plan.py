@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fcp_cli.errors import Interrupted
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_step
 from fcp_cli.plan.file import plan_writer
-from fcp_cli.plan.metadata import ManifestReference, PlanMetadata, planned_masks
+from fcp_cli.plan.metadata import Baselines, ManifestReference, PlanMetadata, planned_masks
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import assemble
@@ -78,6 +78,7 @@ def make_plan(
     path: Path,
     inputs: PlanInputs,
     *,
+    baselines: Baselines | None = None,
     on_step: OnStep | None = None,
     workers: int | None = None,
     resume: bool = False,
@@ -89,6 +90,7 @@ def make_plan(
     Args:
         path: plan file.
         inputs: manifest, problem and batch settings; its request names the solver and limits of rings.
+        baselines: step times of other strategies, to be recorded.
         on_step: callback after each planned step, for progress.
         workers: number of planning processes; None: `default_workers`. The plan does not depend on it.
         resume: whether to continue from the journal of an interrupted run with the same inputs; the plan is the same.
@@ -101,7 +103,7 @@ def make_plan(
     started = time.perf_counter()
     batches = inputs.batches()
     solver = make_planning_solver(inputs.request.solver, batches, **inputs.request.limits)
-    metadata = plan_metadata(inputs.table, batches, solver)
+    metadata = replace(plan_metadata(inputs.table, batches, solver), baselines=baselines)
     journal = PlanJournal(path, metadata) if resume or len(batches) >= _JOURNAL_FROM_STEPS else None
     summary = PlanSummary.of(metadata)
     workers = workers or default_workers(len(batches), batches.settings.global_batch_size)

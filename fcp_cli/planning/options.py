@@ -182,8 +182,6 @@ class PlanRequest:
     max_groups: int | None = None
     max_peers: int | None = None
 
-    as_needed: bool = True  # whether the recipe search tries as-needed recomputation, which rivals ignore
-
     @property
     def limits(self) -> dict[str, int | None]:
         """Limits on rings, as options of a solver."""

@@ -27,7 +27,7 @@ from fcp_cli.planning.candidates import is_compiled, solver_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
 from fcp_cli.util.console import Assumptions, note
-from fcp_cli.util.words import counted, duration
+from fcp_cli.util.words import duration
 
 ASSUMED_TOKENS_PER_RANK: Final = 16_384
 # Recipe settings that affect the times of micro-batches, and thus must match the profile's.
@@ -410,14 +410,12 @@ class RecipeChoice:
         seconds: predicted mean seconds of a sampled step.
         others: (candidate, seconds) of the other drafted or planned ones, fastest first.
         tried: number of recipes that were planned or pruned by their bound.
-        steps: number of steps of the sample.
     """
 
     fit: FittedRecipe
     seconds: float
     others: tuple[tuple[RecipeCandidate, float], ...]
     tried: int
-    steps: int
 
     @property
     def for_rivals(self) -> tuple[Problem, ...]:
@@ -425,11 +423,10 @@ class RecipeChoice:
         return tuple(other.problem for other, _seconds in self.others)
 
     def reason(self) -> str:
-        """Return the reason of an assumption: predicted time, and comparison with the runner-up."""
-        where = f"{duration(self.seconds)} a step on {counted(self.steps, 'step')}"
+        """Return the reason of an assumption: comparison with the runner-up."""
         (other, seconds), *_rest = self.others
         second = f"{other.fit.recipe.describe()}, sync {other.fit.sync}, takes {seconds / self.seconds - 1:+.1%}"
-        return f"the quickest of {self.tried} that fit: {where}; the second, {second}"
+        return f"the quickest of {self.tried} that fit; the second, {second}"
 
 
 def quickest_recipe(
@@ -478,7 +475,6 @@ def quickest_recipe(
         seconds=found[best],
         others=tuple((held[index], found[index]) for index in order),
         tried=len(held),
-        steps=len(sample),
     )
 
 

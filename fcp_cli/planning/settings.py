@@ -124,7 +124,7 @@ def resolve(request: PlanRequest, assumptions: Assumptions) -> PlanInputs:
         batching=_batching(request),
         mixture=mixture,
     )
-    data = RecipeData(table=table, settings=settings, max_degree=request.max_degree, as_needed=request.as_needed)
+    data = RecipeData(table=table, settings=settings, max_degree=request.max_degree)
     problem, budget = resolve_problem(request, assumptions, data=data)
     if table.vision_patches is not None and not problem.profile.prices_vision:
         assumptions.warn(

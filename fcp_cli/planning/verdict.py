@@ -1,35 +1,33 @@
-"""Verdict on a plan: predicted time relative to the best static degree and Megatron's dynamic CP, and remedies."""
+"""Verdict on a plan: predicted time relative to the strategies that can be used today, and remedies."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 
 from fcp_cli.cost.profile import Origin
 from fcp_cli.cost.recipe import flag_words
-from fcp_cli.errors import FcpError, PlanError
+from fcp_cli.errors import FcpError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.memory.fitting import JobRanks
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata import Baseline, Baselines, PlanMetadata, Sync
 from fcp_cli.plan.pricing import planned_sequences, step_prices
 from fcp_cli.plan.setup import RankShape
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, sampled_steps, spread_steps
-from fcp_cli.planning.candidates import is_compiled, solver_of
-from fcp_cli.planning.compare import Contender
-from fcp_cli.planning.make_plan import PlanResult
+from fcp_cli.planning.batches import GlobalBatches, batch_of, sampled_steps, spread_steps
+from fcp_cli.planning.candidates import is_compiled
+from fcp_cli.planning.compare import USABLE, Contender, compare_recipes
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.planning.problem import Problem, Solver
+from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.recipe import profiled_budget, sampled_seconds, unfixed_request
 from fcp_cli.planning.settings import PlanInputs, computed_basis, problem_from
-from fcp_cli.planning.solvers import DEFAULT, make_solver, strategy
-from fcp_cli.planning.static import StaticSolver, best_static
+from fcp_cli.planning.solvers import DEFAULT, works_under
+from fcp_cli.planning.static import best_static
 from fcp_cli.util.console import Assumptions
 from fcp_cli.util.validation import fields_of
 
@@ -44,13 +42,13 @@ class Rival:
         name: solver name.
         label: display name.
         factor: predicted time / predicted time of the plan.
-        steps: number of steps in the comparison.
+        spread: least and most factor of a step.
     """
 
     name: str
     label: str
     factor: float
-    steps: int
+    spread: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,17 +56,21 @@ class Verdict:
     """Predicted benefit of a plan by the cost model.
 
     Attributes:
-        device_hours: device-hours of an epoch under the plan.
+        steps: steps that were compared.
+        steps_per_epoch: steps of an epoch.
+        device_hours: device-hours of an epoch under the plan, from the compared steps.
         rivals: baselines that can run the data.
         remedy: best change of settings, or None if none that was tried is at least 2 % faster.
         tried: number of settings tried for it.
         profile: origin of the given cost profile, whose recipe limits the settings tried; None if none was given.
         device_hour_price: price of a device-hour in any currency, or None.
         enough_ranks: fewest ranks that take about as long, or None if all of `num_ranks` are needed.
+        is_example: whether the cluster is one of the shipped examples, which nobody has.
     """
 
     solver: str
-    steps: int
+    steps: tuple[int, ...]
+    steps_per_epoch: int
     device_hours: float
     rivals: tuple[Rival, ...]
     remedy: Remedy | None = None
@@ -77,6 +79,7 @@ class Verdict:
     device_hour_price: float | None = None
     num_ranks: int = 0
     enough_ranks: int | None = None
+    is_example: bool = False
 
     @property
     def quickest_rival(self) -> Rival | None:
@@ -92,6 +95,7 @@ class Verdict:
         """Return JSON values, for `--json`."""
         price = self.device_hour_price
         return {
+            "steps": self.steps,
             "device_hours_per_epoch": self.device_hours,
             "rivals": [
                 {**asdict(one), "device_hours_per_epoch": one.factor * self.device_hours} for one in self.rivals
@@ -104,46 +108,93 @@ class Verdict:
         }
 
 
-def _device_hours(problem: Problem, step_seconds: float, steps: int) -> float:
-    """Return the device-hours of a number of steps, counting all devices of the job."""
-    devices = problem.all_ranks * problem.tensor_parallel * problem.pipeline_parallel
-    return devices * step_seconds * steps / 3600.0
+def compared_steps(batches: GlobalBatches, most: int | None = None) -> list[int]:
+    """Return the evenly spaced batches that strategies are compared on: a few, or `most`."""
+    steps, size = len(batches), batches.settings.global_batch_size
+    return spread_steps(steps, most) if most is not None else sampled_steps(steps, size) or [0]
 
 
-def plan_verdict(
-    result: PlanResult,
-    sample: Sequence[StepPlan],
-    inputs: PlanInputs,
-    static: tuple[float, int],
-) -> Verdict:
-    """Return the verdict on a finished plan, replanning a few of its steps with rivals and remedies.
+def priced_baselines(inputs: PlanInputs, solver: str, syncs: Sequence[Sync]) -> Baselines | None:
+    """Return the step times of the strategies that can be used today, and of fcp if the plan is another solver's.
+
+    Of batches beyond the size of the sample, only the static plan is priced: the others take minutes.
+    """
+    batches = inputs.batches()
+    steps = compared_steps(batches)
+    is_small = bool(sampled_steps(len(batches), batches.settings.global_batch_size))
+    names = [*USABLE, *([DEFAULT] if is_compiled(inputs.problem.sync) else [])] if is_small else ["static"]
+    names = [name for name in names if name != solver and works_under(name, inputs.problem.profile)]
+    return baselines_of(compare_recipes(inputs, steps, names=names, syncs=syncs), steps, batches.first_step)
+
+
+def baselines_of(contenders: Iterable[Contender], steps: Sequence[int], first_step: int) -> Baselines | None:
+    """Return the times of contenders that fit into memory, or None if none does."""
+    found = []
+    for one in contenders:
+        if one.best is not None and not one.best.over_budget:
+            degree = one.best.options.get("degree")
+            label = _LABELS.get(one.name, one.name).format(degree=degree)
+            found.append(Baseline(name=one.name, label=label, seconds=one.best.seconds))
+    return Baselines(steps=tuple(first_step + k for k in steps), strategies=tuple(found)) if found else None
+
+
+_LABELS: Final = {
+    "static": "static degree {degree}",
+    "deepspeed-ulysses": "DeepSpeed-Ulysses",
+    "usp": "USP",
+    MEGATRON: "Megatron's dynamic CP",
+    "padded": "padding",
+}
+
+
+def rivals_of(baselines: Baselines, seconds: Mapping[int, float]) -> tuple[Rival, ...]:
+    """Return the baselines relative to the step times of a plan, by step; () if none of their steps is among them."""
+    at = [k for k, step in enumerate(baselines.steps) if step in seconds]
+    if not at:
+        return ()
+    ours = np.array([seconds[baselines.steps[k]] for k in at])
+    found = []
+    for one in baselines.strategies:
+        theirs = np.array(one.seconds)[at]
+        factors = theirs / ours
+        factor, spread = float(theirs.sum() / ours.sum()), (float(factors.min()), float(factors.max()))
+        found.append(Rival(name=one.name, label=one.label, factor=factor, spread=spread))
+    return tuple(found)
+
+
+def verdict_on(solver: str, seconds: Mapping[int, float], baselines: Baselines, inputs: PlanInputs) -> Verdict | None:
+    """Return the verdict on a plan, from its step times by step; None without a comparable step.
 
     Args:
-        result: finished plan.
-        sample: planned steps to compare on.
+        solver: the plan's solver.
+        seconds: predicted step times of the plan, at least of the baselines' steps.
+        baselines: see `priced_baselines`.
         inputs: inputs of the plan.
-        static: (predicted time of the best static plan / that of the sample, its degree).
     """
-    solver, summary, problem = result.solver.name, result.summary, inputs.problem
-    again = [sample[i] for i in sampled_steps(len(sample), result.metadata.global_batch_size)]
-    sequences = [planned_sequences(step, inputs.table) for step in again]
-    planned = sum(step.makespan_seconds for step in again)
-    factor, degree = static
-    rivals = [_rival("static", factor, len(sample), degree=degree)]
-    found = _planned_again(sequences, problem, inputs.budget.for_rivals if inputs.budget else ())
-    rivals += [_rival(name, seconds / planned, len(again)) for name, seconds in found]
+    rivals = rivals_of(baselines, seconds)
+    if not rivals:
+        return None
+    batches, problem = inputs.batches(), inputs.problem
+    steps = tuple(step for step in baselines.steps if step in seconds)
+    sequences = [batches.table.take(batches.batch(step - batches.first_step).rows) for step in steps]
+    if not sampled_steps(len(batches), batches.settings.global_batch_size):
+        sequences = []  # too many to plan once more
     remedy, tried = best_remedy(inputs, sequences)
+    devices = problem.all_ranks * problem.tensor_parallel * problem.pipeline_parallel
+    epoch_seconds = batches.steps_per_epoch * sum(seconds[step] for step in steps) / len(steps)
     return Verdict(
         solver=solver,
-        steps=summary.steps,
-        device_hours=_device_hours(problem, summary.mean_step_seconds, result.metadata.steps_per_epoch),
-        rivals=tuple(rival for rival in rivals if rival.name != solver),
+        steps=steps,
+        steps_per_epoch=batches.steps_per_epoch,
+        device_hours=devices * epoch_seconds / 3600.0,
+        rivals=rivals,
         remedy=remedy,
         tried=tried,
         profile=given_profile(inputs),
         device_hour_price=inputs.request.device_hour_price,
         num_ranks=problem.num_ranks,
         enough_ranks=enough_ranks(problem, sequences),
+        is_example="--cluster" in inputs.assumptions.assumed and problem.profile.cluster.startswith("example"),
     )
 
 
@@ -151,76 +202,6 @@ def given_profile(inputs: PlanInputs) -> Origin | None:
     """Return the origin of the cost profile if one with a known recipe was given, else None."""
     is_given = inputs.budget is not None and inputs.budget.cluster is None and inputs.problem.recipe is not None
     return inputs.problem.profile.origin if is_given else None
-
-
-def _planned_again(
-    sequences: Sequence[LengthTable], problem: Problem, for_rivals: Sequence[Problem]
-) -> Iterator[tuple[str, float]]:
-    """Yield (name, predicted seconds) of Megatron's dynamic CP and of fcp, skipping those that cannot plan the batches.
-
-    The recipe was chosen for fcp. Megatron's plans, which wait more and ignore the cost of recomputation, are often
-    faster under another kind of recipe, so the fastest of all kinds counts.
-    """
-    if not sequences:
-        return
-    for name, problems in ((MEGATRON, (problem, *for_rivals)), (DEFAULT, (problem,))):
-        if name == DEFAULT and not is_compiled(problem.sync):
-            continue
-        seconds = min(_seconds(name, sequences, each) for each in problems)
-        if math.isfinite(seconds):
-            yield name, seconds
-
-
-def _seconds(name: str, sequences: Sequence[LengthTable], problem: Problem) -> float:
-    """Return a strategy's predicted total seconds; infinity if it cannot plan the steps or its pipelines deadlock."""
-    first = GlobalBatches(sequences[0], problem, BatchSettings(global_batch_size=len(sequences[0]), shuffle=False))
-    solver = cast(Solver, solver_of(problem)) if name == DEFAULT else make_solver(name, first)
-    batches = [batch_of(each, problem) for each in sequences]
-    try:
-        return sum(makespan_seconds(solver.assign(batch), batch, problem) for batch in batches)
-    except PlanError:  # power-of-two degrees cannot hold every batch that fcp can
-        return math.inf
-
-
-def compared_verdict(contenders: Sequence[Contender], inputs: PlanInputs, batches: GlobalBatches) -> Verdict | None:
-    """Return the verdict on fcp against the best compared strategies, or None if fcp or all rivals are missing.
-
-    Args:
-        contenders: contenders that planned all `batches`.
-        inputs: inputs of the comparison.
-        batches: compared global batches.
-    """
-    best = {one.name: one.best for one in contenders if one.best is not None and not strategy(one.name).own_execution}
-    others = {name: one for name, one in best.items() if name != DEFAULT and not one.over_budget}
-    if DEFAULT not in best or not others:
-        return None
-    quickest = min(others, key=lambda name: others[name].step_seconds)
-    rivals = [name for name in dict.fromkeys(("static", MEGATRON, quickest)) if name in others]
-    ours, steps = best[DEFAULT], len(batches)
-    inputs = replace(inputs, problem=replace(inputs.problem, sync=ours.sync))
-    rows = [batches.batch(step).rows for step in sampled_steps(steps, batches.settings.global_batch_size)]
-    again = [batches.table.take(each) for each in rows]
-    remedy, tried = best_remedy(inputs, again)
-    return Verdict(
-        solver=DEFAULT,
-        steps=steps,
-        device_hours=_device_hours(inputs.problem, ours.step_seconds, batches.steps_per_epoch),
-        rivals=tuple(
-            _rival(name, best[name].step_seconds / ours.step_seconds, steps, degree=best[name].options.get("degree"))
-            for name in rivals
-        ),
-        remedy=remedy,
-        tried=tried,
-        profile=given_profile(inputs),
-        device_hour_price=inputs.request.device_hour_price,
-        num_ranks=inputs.problem.num_ranks,
-        enough_ranks=enough_ranks(inputs.problem, again),
-    )
-
-
-def _rival(name: str, factor: float, steps: int, *, degree: int | None = None) -> Rival:
-    labels = {MEGATRON: "Megatron's dynamic CP", "static": f"static degree {degree}"}
-    return Rival(name=name, label=labels.get(name, name), factor=factor, steps=steps)
 
 
 # Changes of settings that make steps faster than planning alone can: token budget, recomputation, sync, ranks.
@@ -351,26 +332,23 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
     return problem_from(request, *basis, assumptions)
 
 
-# Speedup of a plan over the best static plan of the same steps.
-
-# Steps compared with the static plan: on real long-tailed data the speedup is within 4 % with 32 steps, 1 % with 256.
-_MOST_STEPS = 256
+# The static plan of a typical step, for the page of `fcp report`.
 
 
-def baseline_steps(steps: int, *, first_step: int = 0) -> list[int]:
-    """Return the steps of a plan to compare in `static_speedup`: all, or evenly spaced ones."""
-    return [first_step + step for step in spread_steps(steps, _MOST_STEPS)]
+def static_rival(metadata: PlanMetadata, seconds: Mapping[int, float]) -> Rival | None:
+    """Return the static plan among the baselines of a plan, relative to its step times; None if it was not priced."""
+    found = () if metadata.baselines is None else rivals_of(metadata.baselines, seconds)
+    return next((one for one in found if one.name == "static"), None)
 
 
-def static_speedup(
-    steps: Sequence[StepPlan], problem: Problem, *, longest_tokens: int, manifest: LengthTable | None = None
-) -> tuple[float, StaticSolver] | None:
-    """Return predicted time of the best static plan / predicted time of these steps, and the static solver.
+def typical_pair(
+    steps: Sequence[StepPlan], problem: Problem, *, manifest: LengthTable | None = None
+) -> tuple[StepPlan, StepPlan] | None:
+    """Return the step whose speedup over static is nearest to that of all steps, and the same step under static.
 
     Args:
-        steps: planned steps, all or a sample of a plan.
-        problem: the plan's problem.
-        longest_tokens: longest sequence of the whole plan, which the static degree must hold.
+        steps: planned steps.
+        problem: the plan's problem, whose recipe the static plan gets as well.
         manifest: source of `eta` and vision columns.
 
     Returns:
@@ -379,22 +357,7 @@ def static_speedup(
     if not all(_follows_profile(step, problem, manifest) for step in steps):
         return None
     batches = [batch_of(planned_sequences(step, manifest), problem) for step in steps]
-    solver, seconds = best_static(problem, longest_tokens, batches)
-    return seconds / sum(step.makespan_seconds for step in steps), solver
-
-
-def typical_pair(
-    steps: Sequence[StepPlan], solver: StaticSolver, *, manifest: LengthTable | None = None
-) -> tuple[StepPlan, StepPlan]:
-    """Return the step whose speedup over static is nearest to that of all steps, and the same step under static.
-
-    Args:
-        steps: planned steps.
-        solver: the static solver.
-        manifest: source of `eta` and vision columns.
-    """
-    problem = solver.problem
-    batches = [batch_of(planned_sequences(step, manifest), problem) for step in steps]
+    solver, _ = best_static(problem, max(int(step.lengths.max()) for step in steps), batches)
     answers = [solver.assign(batch) for batch in batches]
     static = np.array([makespan_seconds(*pair, problem) for pair in zip(answers, batches, strict=True)])
     ours = np.array([step.makespan_seconds for step in steps])

@@ -446,13 +446,11 @@ class Speedup:
     Attributes:
         factor: None if unknown; `remark` says why.
         remark: description of the comparison.
-        degree: degree of the static plan.
         ours, static: a typical step as planned, and under the static degree.
     """
 
     factor: float | None
     remark: str
-    degree: int = 0
     ours: StepPlan | None = None
     static: StepPlan | None = None
 

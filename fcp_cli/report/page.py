@@ -250,7 +250,8 @@ def _gain(metadata: PlanMetadata, plan: PlanPicture, speedup: Speedup) -> str:
         return section("The gain over a static degree is not known", speedup.remark.capitalize() + ".", name="gain")
     title = f"{speedup.factor:.2f}x as fast as the best static degree"
     caption = (
-        f"Predicted, {speedup.remark}. Below, the same sequences of step {ours.step}, a typical one, on one time axis: "
+        f"Predicted: {speedup.remark}. Below, the same sequences of step {ours.step}, a typical one, under the plan's "
+        "recipe and on one time axis: "
         f"each colour is a degree, and blank space is a waiting rank.{plan.shown.in_words()}"
     )
     ranks = metadata.num_ranks
@@ -258,7 +259,7 @@ def _gain(metadata: PlanMetadata, plan: PlanPicture, speedup: Speedup) -> str:
         f"<div><h3>{html.escape(name)}: {seconds(step.makespan_seconds)}, "
         f"ranks wait {step.idle_fraction(ranks):.1%}</h3>{figure(chart)}</div>"
         for name, step, chart in (
-            (f"Static, degree {speedup.degree}", static, "chart-static"),
+            (f"Static, degree {int(static.degrees.max())}", static, "chart-static"),
             (f"This plan, by {metadata.solver}", ours, "chart-ours"),
         )
     )

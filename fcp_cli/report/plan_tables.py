@@ -49,10 +49,14 @@ def print_plan(
     print_table(console, _degree_table(summary, console.options.ascii_only))
 
 
-def speedup_text(speedup: float, static_degree: int, sampled: int, steps: int) -> str:
+def speedup_text(metadata: PlanMetadata, speedup: float | None) -> str:
     """Describe the predicted gain over the best static plan, and on which steps."""
-    where = "" if sampled == steps else f", on {sampled} of {steps} steps"
-    return f"{speedup:.2f}x over the best static plan (degree {static_degree}{where})"
+    if speedup is None or metadata.baselines is None:
+        return "not known: only 'fcp plan' prices the static plan"
+    static = next(one.label for one in metadata.baselines.strategies if one.name == "static")
+    compared = len(metadata.baselines.steps)
+    where = "" if compared == metadata.steps else f", on {compared} of {metadata.steps:,} steps"
+    return f"{speedup:.2f}x over the best static plan ({static.removeprefix('static ')}{where})"
 
 
 def _headline(metadata: PlanMetadata, summary: PlanSummary) -> dict[str, str]:

@@ -69,7 +69,7 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share < 1 else f"{share:.0%}"
 
 
-def comparison_document(contenders: Sequence[Contender], problem: Problem, *, steps: int) -> dict[str, Any]:
+def comparison_document(contenders: Sequence[Contender], problem: Problem, *, steps: Sequence[int]) -> dict[str, Any]:
     """Return all outcomes for `--json`, fastest strategy first."""
     return {
         "num_ranks": problem.num_ranks,
@@ -83,7 +83,8 @@ def comparison_document(contenders: Sequence[Contender], problem: Problem, *, st
             "cluster": problem.profile.cluster,
             "origin": problem.profile.origin,
         },
-        "steps": steps,
+        "steps": len(steps),
+        "compared_steps": list(steps),
         "strategies": [_contender_document(contender) for contender in ranked(contenders)],
     }
 
@@ -115,8 +116,9 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
     if best is None:
         return
     gain = 1.0 - 1.0 / best.factor
+    where = f" on {counted(verdict.num_ranks, 'example rank')}" if verdict.is_example else ""
     if gain >= _ALIKE:
-        yield f"Worth it: {verdict.solver} takes {gain:.0%} less time than {best.label}."
+        yield f"Worth it{where}: {verdict.solver} takes {gain:.0%} less time than {best.label}{_range(best, verdict)}."
     else:
         best = _simplest(best, verdict)
         gain = 1.0 - 1.0 / best.factor
@@ -124,11 +126,13 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
             than = f"is {1 - best.factor:.0%} quicker"
         else:
             than = "takes as long" if abs(gain) < _EQUAL else f"takes {abs(gain):.1%} {'more' if gain > 0 else 'less'}"
-        where = " if you train with Megatron" if best.name == MEGATRON else ""
-        yield f"Not worth it: {best.label} {than}; use it{where}."
+        condition = " if you train with Megatron" if best.name == MEGATRON else ""
+        yield f"Not worth it{where}: {best.label} {than}; use it{condition}."
     hours, saved = verdict.device_hours, verdict.saved_device_hours
     each = [f"{verdict.solver} {_amount(hours)}"]
-    each += [f"{one.label} {_amount(one.factor * hours)}{_on(one.steps, verdict)}" for one in verdict.rivals]
+    by_name = {one.name: one for one in verdict.rivals}
+    shown = (by_name[name] for name in dict.fromkeys(("static", MEGATRON, best.name)) if name in by_name)
+    each += [f"{one.label} {_amount(one.factor * hours)}" for one in shown]
     price = verdict.device_hour_price
     money = f"; {_amount(saved * price)} saved at {price:g} each" if price is not None and gain >= _ALIKE else ""
     yield f"Device-hours an epoch: {', '.join(each)}{money}."
@@ -138,9 +142,7 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
         yield f"{verdict.num_ranks} ranks are too many for these batches: {some} with this budget would be as fast."
     elif remedy is not None:
         room = "" if "--tokens-per-rank" in remedy.flags else f" ({counted(remedy.tokens_per_rank, 'token')} a rank)"
-        is_said = any(one.steps == remedy.steps for one in verdict.rivals)
-        where = "" if is_said else _on(remedy.steps, verdict)
-        yield f"What helps more: {remedy.flags}{room}: {1 - remedy.factor:.0%} less{where}."
+        yield f"What helps more: {remedy.flags}{room}: {1 - remedy.factor:.0%} less."
     elif verdict.tried and verdict.profile is not None:
         way = "plan without it to search others" if verdict.profile == "analytic" else "fcp profile measures others"
         yield f"No other sync or token budget would help; the profile is of this recipe: {way}."
@@ -148,14 +150,20 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
         yield "No other recomputation, sync or token budget that fits would help."
 
 
+def _range(rival: Rival, verdict: Verdict) -> str:
+    """Return the gain of single steps, and how many were compared; "" if they are all of an epoch and alike."""
+    least, most = (f"{1.0 - 1.0 / factor:.0%}" for factor in rival.spread)
+    spread = least if least == most else f"{least.removesuffix('%')} to {most}"
+    compared = len(verdict.steps)
+    if compared == verdict.steps_per_epoch:
+        return "" if least == most else f" ({spread} a step)"
+    return f" ({spread} on {compared} of {counted(verdict.steps_per_epoch, 'step')})"
+
+
 def _simplest(best: Rival, verdict: Verdict) -> Rival:
     """Return the static plan if it is about as fast as the best rival: every framework supports it."""
     static = next((one for one in verdict.rivals if one.name == "static"), best)
     return static if static.factor < best.factor + _ALIKE and 1.0 - 1.0 / static.factor < _ALIKE else best
-
-
-def _on(steps: int, verdict: Verdict) -> str:
-    return "" if steps == verdict.steps else f" (on {counted(steps, 'step')})"
 
 
 def _amount(value: float) -> str:

@@ -367,5 +367,5 @@ def test_a_plan_ends_with_a_verdict_and_json_holds_it_as_a_field(folder: Path) -
     printed = fcp("plan", "dataset.parquet", *EIGHT_RANKS, "--json", cwd=folder)
     assert "Device-hours" not in printed.stdout
     verdict = json.loads(printed.stdout)["verdict"]
-    assert [rival["name"] for rival in verdict["rivals"]] == ["static", "megatron-dynamic-cp"]
+    assert [rival["name"] for rival in verdict["rivals"]] == [*("static", "megatron-dynamic-cp", "packing", "padded")]
     assert verdict["device_hours_per_epoch"] > 0 and verdict["saved_money_per_epoch"] is None

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from fcp_cli.planning.batches import BatchSettings
+from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.report.charts import CONFIG
 from fcp_cli.runs.metrics import evaluation_record
 from tests.cli import planning_folder
 from tests.patience import PATIENCE_SECONDS
+from tests.planning.examples import example_problem, long_tail
 from tests.report.edited_plans import change_column, edited
 from tests.report.runs import make_example_plan, write_run
 
@@ -214,6 +218,14 @@ def test_the_figures_of_the_page_are_one_json_document(example_plan: Path, tmp_p
     for name in ("plan_hash", "gap", "idle_fraction", "mean_step_seconds", "degrees"):
         assert document[name] == inspected[name]
     assert document["speedup_over_static"] == pytest.approx(inspected["speedup_over_static"])
+
+
+def test_a_plan_without_baselines_says_that_its_gain_is_not_known(tmp_path: Path) -> None:
+    inputs = PlanInputs(table=long_tail(), problem=example_problem(), settings=BatchSettings(global_batch_size=60))
+    make_plan(tmp_path / "plan.parquet", inputs, workers=1)
+    result = fcp("report", tmp_path / "plan.parquet", "-o", tmp_path / "report.html", "--json")
+    assert json.loads(result.stdout)["speedup_over_static"] is None
+    assert "The gain over a static degree is not known" in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_cut_short_is_shown_as_far_as_it_goes(example_plan: Path, tmp_path: Path) -> None:

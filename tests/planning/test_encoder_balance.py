@@ -132,10 +132,11 @@ def test_encoder_ranks_are_refused_where_they_cannot_run_ahead_and_auto_counts_t
 def test_placements_of_the_encoder_are_compared() -> None:
     batches = GlobalBatches(with_pictures(), problem_over(None), replace(SETTINGS, step_limit=1))
     problem = with_encoder_ranks(batches, "3", Assumptions())
-    found = list(encoder_placements(batches.table, problem, batches.settings))
+    inputs = PlanInputs(table=batches.table, problem=problem, settings=batches.settings)
+    found = list(encoder_placements(inputs, [0]))
     assert [one.name for one in found] == ["fcp over the wave", "fcp, 3 encode"]
     assert all(list(one.outcomes) == ["microbatch"] for one in found)
-    assert list(encoder_placements(batches.table, problem_over(None), batches.settings)) == []
+    assert list(encoder_placements(replace(inputs, problem=problem_over(None)), [0])) == []
     assert colocated(problem) == problem_over(None)
 
 

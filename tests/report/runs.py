@@ -13,6 +13,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.verdict import priced_baselines
 from fcp_cli.runs.metrics import FORMAT, StepRecord, Timing, step_record
 from tests.planning.examples import example_problem, long_tail
 
@@ -21,16 +22,12 @@ SLOW_RANK, SLOW_FACTOR = 3, 1.5
 
 def make_example_plan(path: Path, *, sync: Sync = "iteration", seed: int = 0, num_ranks: int = 8) -> PlanMetadata:
     """Four steps over eight ranks on two nodes."""
-    result = make_plan(
-        path,
-        PlanInputs(
-            table=long_tail(),
-            problem=example_problem(sync, num_ranks=num_ranks),
-            settings=BatchSettings(global_batch_size=60, seed=seed),
-        ),
-        workers=1,
+    inputs = PlanInputs(
+        table=long_tail(),
+        problem=example_problem(sync, num_ranks=num_ranks),
+        settings=BatchSettings(global_batch_size=60, seed=seed),
     )
-    return result.metadata
+    return make_plan(path, inputs, baselines=priced_baselines(inputs, "fcp", [sync]), workers=1).metadata
 
 
 def run_record(metadata: PlanMetadata, plan: Path, **changes: object) -> dict[str, object]:
