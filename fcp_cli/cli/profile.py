@@ -258,6 +258,7 @@ def _refuse_two_documents(output: Path, json: bool) -> None:
 
 def _write(found: CostProfile, output: Path) -> None:
     from fcp_cli.cost.profile import dump_cost_profile
+    from fcp_cli.models.model import known_model
     from fcp_cli.util.files import manifest_here
 
     text = dump_cost_profile(found)
@@ -265,7 +266,10 @@ def _write(found: CostProfile, output: Path) -> None:
         sys.stdout.write(text)
         return
     write_text_atomically(output, text)
-    plan = f"fcp plan {manifest_here() or 'MANIFEST'}" + ("" if output == _OUTPUT else f" --profile {output}")
+    how = "" if output == _OUTPUT else f" --profile {output}"
+    if found.origin == "analytic" and known_model(found.model) is not None:  # its recipe was chosen without lengths
+        how = f" --model {found.model} --cluster {found.cluster}"
+    plan = f"fcp plan {manifest_here() or 'MANIFEST'}{how}"
     note(f"wrote {output} ({found.origin}); next: fcp profile show {output}, or {plan}")
 
 

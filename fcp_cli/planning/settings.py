@@ -282,7 +282,11 @@ def _in_phase(request: PlanRequest, profile: CostProfile) -> CostProfile:
 
 
 def _profile_at_hand(request: PlanRequest, assumptions: Assumptions) -> CostProfile | None:
-    """Return the given profile, else the current folder's if it is of the requested model and cluster, else None."""
+    """Return the given profile, else the current folder's if it is of the requested model and cluster, else None.
+
+    An analytic one that merely lies there gives way to `--model` and `--cluster`: it can be computed again, under the
+    recipe that suits the lengths.
+    """
     path = request.profile
     if path is None and not FOLDER_PROFILE.is_file():
         return None
@@ -295,6 +299,8 @@ def _profile_at_hand(request: PlanRequest, assumptions: Assumptions) -> CostProf
         raise UsageError(
             f"{path} is of {what}; drop --model and --cluster to use it, or --profile to have one computed"
         )
+    if path is None and profile.origin == "analytic" and model is not None and cluster is not None:
+        is_meant = False
     if path is None:
         assumptions.assume("--profile", FOLDER_PROFILE if is_meant else f"not {FOLDER_PROFILE}", f"found here: {what}")
     return profile if is_meant else None

@@ -63,13 +63,14 @@ def test_a_profile_can_go_to_stdout(tmp_path: Path, fcp: Fcp) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_next_command_uses_a_profile_of_another_name(fcp: Fcp) -> None:
+def test_after_a_computed_profile_the_next_command_searches_the_recipe_that_suits_the_lengths(fcp: Fcp) -> None:
     done = fcp("profile", "--analytic", "-o", "mine.yaml")
-    assert done.err.splitlines()[-1] == snapshot(
-        "wrote mine.yaml (analytic); next: fcp profile show mine.yaml, or fcp plan MANIFEST --profile mine.yaml"
+    again = "--model qwen3-vl-8b --cluster example-8x8"
+    assert done.err.splitlines()[-1] == (
+        f"wrote mine.yaml (analytic); next: fcp profile show mine.yaml, or fcp plan MANIFEST {again}"
     )
     Path("lengths.parquet").touch()
-    assert fcp("profile", "--analytic").err.splitlines()[-1].endswith(", or fcp plan lengths.parquet")
+    assert fcp("profile", "--analytic").err.splitlines()[-1].endswith(f", or fcp plan lengths.parquet {again}")
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl-8b", "Qwen/Qwen3-VL-8B", "qwen3-vl-8b-example-8x8"])

@@ -209,6 +209,15 @@ def test_the_profile_of_the_folder_comes_before_the_shipped_one(folder: Path) ->
     assert assumptions.assumed["--profile"].startswith("profile.yaml (found here")
 
 
+@pytest.mark.parametrize("origin", ["analytic", "measured"])
+def test_a_computed_profile_that_lies_here_gives_way_to_a_named_model_and_cluster(folder: Path, origin: str) -> None:
+    """Its recipe was chosen without lengths."""
+    (folder / "profile.yaml").write_text(re.sub("origin: .*", f"origin: {origin}", PROFILE))
+    cluster = parse_cost_profile(PROFILE, name="profile.yaml").cluster
+    found = problem_for(model="qwen3-8b", cluster=cluster)
+    assert (found.recipe is None) == (origin == "measured")
+
+
 def test_what_is_said_is_not_assumed(folder: Path) -> None:
     (folder / "other.yaml").write_text(PROFILE)
     assumptions = Assumptions()
