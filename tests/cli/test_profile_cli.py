@@ -10,7 +10,6 @@ from typing import Protocol
 
 import pytest
 import yaml
-from inline_snapshot import snapshot
 
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.cost.recipe import Recipe
