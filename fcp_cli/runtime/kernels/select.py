@@ -331,9 +331,12 @@ _OUT_FACTOR: Final = 0.5
 PACKS: Final = (
     Segments((96, 96), (96, 96), causal=True),
     Segments((64,), (160,), causal=False),
-    Segments((40, 130), (40, 130), causal=True),
+    Segments((40, 57, 130), (40, 57, 130), causal=True),
 )
-"""Calls that every kernel can be asked for: own keys of equal sequences, a ring's hop, own keys of unequal ones."""
+"""Calls that every kernel can be asked for: own keys of equal sequences, a ring's hop, own keys of unequal ones.
+
+40 and 57 tokens are rounded to the same power of two, by which cuDNN may share graphs between lengths.
+"""
 
 
 class Signature(NamedTuple):
