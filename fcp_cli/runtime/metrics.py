@@ -345,7 +345,8 @@ class ClockMarks:
         if sums:
             total = (torch.stack(sums) if len(sums) > 1 else sums[0]).detach().double().sum()
             self.loss_sum = _on_host(total)
-            self.denominator = _on_host(torch.as_tensor(denominator, dtype=torch.float64))
+            share = denominator if isinstance(denominator, Tensor) else torch.tensor(denominator, device="cpu")
+            self.denominator = _on_host(share.double())
 
     def measured(self, clock: Clock, device: torch.device) -> RankMeasurement:
         """Return the measurements; waits for the device to pass the end."""

@@ -51,7 +51,7 @@ class FakeFlash:
         segments = _segments(cu_q, cu_k, causal, window_size_left)
         assert (max_q, max_k) == (max(segments.q_lengths), max(segments.k_lengths))
         out, lse = DenseKernel().forward(q, k, v, segments, scale)
-        return out, lse.t().contiguous(), torch.zeros(2, dtype=torch.uint64), _NONE, _NONE
+        return out, lse.t().contiguous(), torch.zeros(2, dtype=torch.uint64, device="cpu"), _NONE, _NONE
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
@@ -116,7 +116,7 @@ class FakeCudnn:
         stats = stats if self.shares_graphs and _is_rows_first(q, k, v) else stats.contiguous()
         stats = stats if self.stats_dims == 3 else stats.unsqueeze(-1)
         shape = (len(q), q.shape[2], q.shape[1], v.shape[3])
-        seed = torch.zeros((), dtype=torch.int64)
+        seed = torch.zeros((), dtype=torch.int64, device="cpu")
         return out.view(shape).transpose(1, 2), stats, _NONE, _NONE, q.shape[2], k.shape[2], seed, seed, _NONE
 
     def dense_backward(

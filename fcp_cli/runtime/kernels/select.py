@@ -407,7 +407,7 @@ def _error(kernel: NamedKernel, signature: Signature, segments: Segments, device
     generator = torch.Generator().manual_seed(0)
     rows, keys = sum(segments.q_lengths), sum(segments.k_lengths)
     sizes = ((rows, heads, head_dim), (keys, kv_heads, head_dim), (keys, kv_heads, value_dim), (rows, heads, value_dim))
-    q, k, v, dout = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+    q, k, v, dout = (torch.randn(size, generator=generator, device="cpu").to(device, dtype) for size in sizes)
     scale = head_dim**-0.5
     exact = DenseKernel()
     with torch.no_grad():
