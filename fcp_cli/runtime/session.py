@@ -338,6 +338,10 @@ def start(
         skip_bad_rows=skip_bad_rows,
     )
     session._steps_of.connect(session)
+    if device.type == "cuda":
+        from fcp_cli.runtime.kernel_agreement import compile_ring_operators
+
+        compile_ring_operators(metadata, device, session.grad_ring_dtype)
     if session.watch is not None:
         session.watch.start()
     return session
