@@ -83,7 +83,7 @@ class Job:
         hosts: names of the nodes in order, if listed.
         master_addr, master_port: rendezvous address and port, for several nodes.
         join_timeout_seconds: start-up timeout of nodes; None: the launcher's default.
-        rank_timeout_seconds: timeout of ranks that wait for each other; None: torch's default.
+        rank_timeout_seconds: timeout of ranks that wait for each other; None: 600, on CPUs 1800.
         attention_kernel: attention kernel on NVIDIA devices, for all calls that it supports.
         numa_binding: how torchrun binds ranks to cores near their device; None: unbound.
         grace_seconds: time from SIGTERM or SIGHUP until everything is killed, even within a step.

@@ -135,7 +135,7 @@ class LaunchRequest:
             min=1,
             max=MOST_WAIT,
             metavar="SECONDS",
-            unset="torch's: 600, 1800 on CPUs",
+            unset="600, 1800 on CPUs",
         ),
     ] = None
     attention_kernel: Annotated[

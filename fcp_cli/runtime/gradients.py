@@ -248,7 +248,7 @@ class PlainSync(GradientSync):
         pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
         # In the gradients' data type, so that one message carries both: a count of ranks may round, but never to
         # zero.
-        flags = torch.tensor(present, dtype=pieces[0].dtype).to(pieces[0].device, non_blocking=True)
+        flags = torch.tensor(present, dtype=pieces[0].dtype, device="cpu").to(pieces[0].device, non_blocking=True)
         flat = torch.cat([*pieces, flags])
         self._world.all_reduce_sum(flat)
         *sums, counts = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])

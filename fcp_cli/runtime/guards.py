@@ -257,8 +257,6 @@ def _named(told: tuple[int, ...], order: int) -> str:
 # rank prints one, and the rank in the earliest micro-batch is the straggler.
 
 _SHARE = 0.9  # of the timeout, after which the line is printed
-_TORCH_SECONDS = {"cpu": 1800.0}  # torch's default timeouts: for gloo, and for NCCL and HCCL
-_TORCH_DEVICE_SECONDS = 600.0
 _LOOKS = 20  # polls of the device within that time
 
 
@@ -292,7 +290,7 @@ class Watch:
     def start(self) -> None:
         """Start watching, until `stop` or until the watch is garbage-collected."""
         weakref.finalize(self, self._stop.set)
-        given = (weakref.ref(self), self._stop, self._seconds / _LOOKS)
+        given = (weakref.ref(self), self._clock, self._stop, self._seconds / _LOOKS)
         threading.Thread(target=_watch, args=given, name="fcp-watch", daemon=True).start()
 
     def stop(self) -> None:
@@ -331,7 +329,8 @@ class Watch:
             self._report(_line(self._rank, place, now - self._since))
 
 
-def _watch(watched: weakref.ref[Watch], stop: threading.Event, every_seconds: float) -> None:
+def _watch(watched: weakref.ref[Watch], clock: Clock, stop: threading.Event, every_seconds: float) -> None:
+    clock.enter_thread()
     while not stop.wait(every_seconds):
         if (watch := watched()) is None:
             return
@@ -365,10 +364,8 @@ def _and(ranks: Iterable[int]) -> str:
 
 def watch_for(rank: int, clock: Clock, device: torch.device) -> Watch:
     """Return a watch that reports on stderr before the job's timeout."""
-    given = rank_timeout()
-    torch_seconds = _TORCH_SECONDS.get(device.type, _TORCH_DEVICE_SECONDS)
-    seconds = torch_seconds if given is None else given.total_seconds()
-    return Watch(rank, clock, _SHARE * seconds, lambda line: print(f"fcp: {line}", file=sys.stderr, flush=True))
+    seconds = _SHARE * rank_timeout(device).total_seconds()
+    return Watch(rank, clock, seconds, lambda line: print(f"fcp: {line}", file=sys.stderr, flush=True))
 
 
 # Verify at the first loss that the gradients of every weight it trains are reduced over ranks.

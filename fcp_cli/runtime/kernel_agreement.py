@@ -1,4 +1,4 @@
-"""CUDA attention kernels that every rank can run: agreed on before the first step, and printed.
+"""CUDA kernels of a job: those of attention, agreed on by all ranks and printed, and those that Triton compiles.
 
 Apart from `rank_agreement`, since it reads the plan's cost profile, which other jobs need not import.
 """
@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Final
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import product
+from typing import Final, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from fcp_cli.cost.kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.cost.recipe import KERNEL_VARIABLE, KERNELS, KernelName
 from fcp_cli.errors import RunError
+from fcp_cli.models.model import known_model
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.runtime.choices import GradRingDtype
 from fcp_cli.runtime.kernels import prefer
 from fcp_cli.runtime.kernels.available import is_rocm, major_capability, unavailability
 from fcp_cli.runtime.kernels.select import GENERIC, Preference, Signature, asked_kernel, unusable
-from fcp_cli.runtime.transport import World, gather_words
+from fcp_cli.runtime.layout import shard_layout
+from fcp_cli.runtime.ring import AttentionSpec, Ring
+from fcp_cli.runtime.ring_attention import group_backward, group_forward
+from fcp_cli.runtime.rows import fused_rows
+from fcp_cli.runtime.transport import Handle, Waits, World, gather_words
 
 _USABLE, _UNAVAILABLE, _FAILED = range(3)
 _NOTABLE_RATIO: Final = 1.05  # of attention times, under another kernel than the profile's
@@ -166,3 +176,117 @@ def _assumption(main: KernelName, profile: CostProfile, *, shorter: KernelName |
         return [f"the profile's times are of {assumed}, within 5 % of {main}'s"]
     times = f", and {main} takes {ratio:.2f} x as long for attention" if ratio is not None else ""
     return [f"warning: the profile's times are of {assumed}{times}; run 'fcp profile' here, then 'fcp plan'"]
+
+
+# Compile the operators of rings before the first step.
+#
+# Triton compiles an operator when it is first called with some data types and head sizes, for up to a second each time.
+# Inside a ring all its members would wait, and with them those of their next rings.
+
+_REHEARSED: Final = tuple(product((2, 3, 4), ((33,), (20, 40, 51))))  # degrees and packs: rows as views, and scattered
+_WINDOW: Final = 8
+
+Result = TypeVar("Result")
+_Messages: TypeAlias = defaultdict[tuple[int, int], deque[Tensor]]
+
+
+def compile_ring_operators(metadata: PlanMetadata, device: torch.device, grad_dtype: GradRingDtype) -> None:
+    """Run tiny rings on this rank alone, in which it is every member, so that Triton compiles what they call.
+
+    Args:
+        metadata: plan, whose cost profile names the model; heads of an unknown model are compiled in its first step.
+        device: device of this rank; nothing is done if it has no Triton operators.
+        grad_dtype: data type in which rings send gradients.
+    """
+    model = known_model(parse_cost_profile(metadata.cost_profile, name="the plan's cost profile").model)
+    if model is None or not fused_rows(device.type):
+        return
+    parts = metadata.tensor_parallel
+    shapes = {
+        (Signature(max(model.num_heads // parts, 1), max(heads.num_kv_heads // parts, 1), heads.head_dim, value_dim,
+                   torch.bfloat16), kind.attention == "window")
+        for kind in model.kinds
+        if kind.attends
+        for heads, value_dim in [(model.heads(kind), model.value_dim(kind))]
+    }  # fmt: skip
+    for (signature, is_window), (degree, lengths) in product(shapes, _REHEARSED):
+        with suppress(RunError):  # no kernel takes these heads: the first layer that has them says so
+            rehearse_ring(signature, lengths, degree, _WINDOW if is_window else None, device, grad_dtype)
+
+
+def rehearse_ring(
+    signature: Signature,
+    lengths: tuple[int, ...],
+    degree: int,
+    window: int | None,
+    device: torch.device,
+    grad_dtype: GradRingDtype,
+) -> None:
+    """Run forward and backward of a ring of zeros, all members in turn on one device."""
+    layout, messages, spec = shard_layout(lengths, degree), defaultdict(deque), AttentionSpec(1.0, window)
+    members = [
+        Ring(layout, index, tuple(range(degree)), _Loopback(messages, index), grad_dtype) for index in range(degree)
+    ]
+    heads, kv_heads, head_dim, value_dim, dtype = signature
+
+    def zeros(member: Ring, heads: int, size: int) -> Tensor:
+        return torch.zeros(member.tokens, heads, size, dtype=dtype, device=device)
+
+    with torch.no_grad():
+        forwards = _in_turn(
+            [
+                group_forward(
+                    one, zeros(one, heads, head_dim), zeros(one, kv_heads, head_dim), zeros(one, kv_heads, value_dim),
+                    spec,
+                )
+                for one in members
+            ]
+        )  # fmt: skip
+        _in_turn(
+            [
+                group_backward(one, zeros(one, heads, value_dim), kept, spec, kv_heads=kv_heads)
+                for one, (_, kept) in zip(members, forwards, strict=True)
+            ]
+        )
+
+
+def _in_turn(members: Sequence[Waits[Result]]) -> list[Result]:
+    """Run each member of a group up to its next wait, again and again; return their results."""
+    results: dict[int, Result] = {}
+    handles: dict[int, Handle | None] = dict.fromkeys(range(len(members)))
+    while handles:
+        for index, handle in list(handles.items()):
+            if isinstance(handle, _Arrival):
+                if not handle.is_sent():
+                    continue
+                handle.wait()
+            try:
+                handles[index] = next(members[index])
+            except StopIteration as stop:
+                results[index] = stop.value
+                del handles[index]
+    return [results[index] for index in range(len(members))]
+
+
+class _Loopback:
+    """Transport of one of several members in a process: a message is a copy, to be received in order."""
+
+    def __init__(self, messages: _Messages, index: int) -> None:
+        self._messages, self._index = messages, index
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        if send is not None:
+            self._messages[self._index, to].append(send.clone())
+        return _Arrival(self._messages[source, self._index], receive)
+
+
+class _Arrival:
+    def __init__(self, queue: deque[Tensor], receive: Tensor | None) -> None:
+        self._queue, self._receive = queue, receive
+
+    def is_sent(self) -> bool:
+        return self._receive is None or bool(self._queue)
+
+    def wait(self) -> None:
+        if self._receive is not None:
+            self._receive.copy_(self._queue.popleft())

@@ -178,7 +178,7 @@ def _tokens_of_shard(
     place: Callable[..., Shard], sequences: list[_Sequence], layout: ShardLayout, member: int
 ) -> Shard:
     if not layout.tokens(member):
-        pad = torch.zeros((1, 1), dtype=torch.int64)
+        pad = torch.zeros((1, 1), dtype=torch.int64, device="cpu")
         none = torch.full_like(pad, IGNORED)
         return place(input_ids=pad, position_ids=pad.clone(), labels=none, labelled=labelled_rows(none))
     index = torch.from_numpy(layout.index(member))
@@ -211,7 +211,7 @@ def _content(found: _Sequence) -> Iterator[Tensor]:
     if found.position_ids is not None:
         yield found.position_ids
     if not found.mask.is_causal:
-        yield torch.tensor(found.mask.numbers)
+        yield torch.tensor(found.mask.numbers, device="cpu")
 
 
 def _position_ids(sequences: list[_Sequence], layout: ShardLayout, member: int, index: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ def _has_labels(found: Any) -> bool:
 
 
 def _tokens(values: Any) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.int64)
+    return torch.as_tensor(values, dtype=torch.int64, device="cpu")
 
 
 # Load a rank's steps ahead of the training loop, for any kind of shard.

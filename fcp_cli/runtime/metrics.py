@@ -345,7 +345,8 @@ class ClockMarks:
         if sums:
             total = (torch.stack(sums) if len(sums) > 1 else sums[0]).detach().double().sum()
             self.loss_sum = _on_host(total)
-            self.denominator = _on_host(torch.as_tensor(denominator, dtype=torch.float64))
+            share = denominator if isinstance(denominator, Tensor) else torch.tensor(denominator, device="cpu")
+            self.denominator = _on_host(share.double())
 
     def measured(self, clock: Clock, device: torch.device) -> RankMeasurement:
         """Return the measurements; waits for the device to pass the end."""
@@ -398,6 +399,9 @@ class MicroBatchTiming:
 class Clock:
     """Clock for the CPU, whose work is done when a call returns."""
 
+    def enter_thread(self) -> None:
+        """Prepare the current thread for calls of `has_passed`."""
+
     def mark(self) -> Any:
         """Return a point in time on the device; costs the host microseconds."""
         return time.perf_counter()
@@ -416,6 +420,11 @@ class DeviceClock(Clock):
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
+        self._index = self._module.current_device() if device.index is None else device.index
+
+    def enter_thread(self) -> None:
+        # A new thread's device is 0, where its first call would take some 500 MB for a context.
+        self._module.set_device(self._index)
 
     def mark(self) -> Any:
         event = self._module.Event(enable_timing=True)

@@ -178,7 +178,7 @@ def _placed(tensor: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
 def _positions(rows: Rows, device: torch.device) -> Tensor:
     """Return the rows as an index tensor on `device`; copied there once."""
     if device not in rows.memo:
-        rows.memo[device] = to_device(torch.as_tensor(rows.positions), device)
+        rows.memo[device] = to_device(torch.as_tensor(rows.positions, device="cpu"), device)
     positions: Tensor = rows.memo[device]
     return positions
 

@@ -205,8 +205,10 @@ class Session(RankJob):
             tokens = own.sequences - len(bad)
         # Also with bad rows: the plan's token count includes those that are skipped.
         elif labelled or bad:
-            tokens = torch.tensor(sum(shard.labelled_tokens for shard in own.shards), device=self.device)
-            self.world.all_reduce_sum(tokens)  # stays on the device, so that the host does not wait
+            labelled_tokens = sum(shard.labelled_tokens for shard in own.shards)
+            # A fill and a sum on the device: to copy a number from the host would wait for all queued work.
+            tokens = torch.full((), labelled_tokens, dtype=torch.int64, device=self.device)
+            self.world.all_reduce_sum(tokens)
         return Step(self, guards, own, tokens, bad)
 
     def state_dict(self) -> dict[str, Any]:
@@ -336,6 +338,10 @@ def start(
         skip_bad_rows=skip_bad_rows,
     )
     session._steps_of.connect(session)
+    if device.type == "cuda":
+        from fcp_cli.runtime.kernel_agreement import compile_ring_operators
+
+        compile_ring_operators(metadata, device, session.grad_ring_dtype)
     if session.watch is not None:
         session.watch.start()
     return session

@@ -443,7 +443,7 @@ def part_of(values: Mapping[int, Tensor], row: MicroBatch, layout: ShardLayout, 
             has = "no values" if found is None else f"values of the shape {tuple(found.shape)}"
             raise RunError(f"row {sequence} has {has}; the micro-batch needs one for each of its {length} tokens")
     if not layout.tokens(member):
-        any_values = next(iter(values.values()), torch.zeros(0))
+        any_values = next(iter(values.values()), torch.zeros(0, device="cpu"))
         return any_values.new_zeros((1, 1, *any_values.shape[1:]))
     pack = torch.cat([values[sequence] for sequence in row.sequences])
     return pack[torch.from_numpy(layout.index(member)).to(pack.device)].unsqueeze(0)
@@ -488,7 +488,7 @@ def collect(
     )
     for row, layout, member, values in parts:
         if layout.tokens(member):
-            starts = torch.cat([torch.arange(*offsets[sequence]) for sequence in row.sequences])
+            starts = torch.cat([torch.arange(*offsets[sequence], device="cpu") for sequence in row.sequences])
             places = starts[torch.from_numpy(layout.index(member))].to(device)
             flat[places] = values.detach().flatten().to(device=device, dtype=flat.dtype)
     world.all_reduce_sum(flat)

@@ -28,8 +28,9 @@ from torch import Tensor
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.launcher import await_store, end_with_launcher
 
-# Timeout of collectives in seconds; set by `fcp launch --rank-timeout`.
+# Timeout of operations between ranks in seconds; set by `fcp launch --rank-timeout`.
 _TIMEOUT_VARIABLE = "FCP_RANK_TIMEOUT"
+_CPU_SECONDS, _DEVICE_SECONDS = 1800, 600  # its defaults
 # Rendezvous timeout of msrun's ranks in seconds; msrun sets it for them.
 _MSRUN_SECONDS = "MS_TOPO_TIMEOUT"
 
@@ -96,7 +97,8 @@ class ProcessWorld:
         """Return the group for host tensors; collective at its first call, which may create it."""
         backends = dist.get_backend_config()
         if self._host_group is None and "cpu:" not in backends and any(kind in backends for kind in ("nccl", "hccl")):
-            self._host_group = dist.new_group(backend="gloo")  # the script's group has no back end for host tensors
+            # The script's group has no back end for host tensors.
+            self._host_group = dist.new_group(backend="gloo", timeout=rank_timeout(local_device()))
         return self._host_group
 
 
@@ -181,11 +183,15 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
-def rank_timeout() -> timedelta | None:
-    """Return the timeout of operations between ranks, or None for torch's default."""
+def rank_timeout(device: torch.device) -> timedelta:
+    """Return the timeout of operations between ranks: FCP_RANK_TIMEOUT, else 10 minutes, 30 on CPUs.
+
+    Every group that fcp creates is given it: torch's default depends on how its back end is written, and is 10 minutes
+    for "nccl" but 30 for "cpu:gloo,cuda:nccl".
+    """
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
-        return None
+        return timedelta(seconds=_CPU_SECONDS if device.type == "cpu" else _DEVICE_SECONDS)
     if not text.isdecimal() or not int(text):
         raise RunError(f"{_TIMEOUT_VARIABLE} is {text!r}; it must be a number of seconds, 1 or more")
     return timedelta(seconds=int(text))
@@ -206,7 +212,8 @@ def join_process_group(device: torch.device) -> bool:
     backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[device.type]
     # With device_id, NCCL creates the communicator eagerly, and barriers know their device.
     bound = device if device.type == "cuda" and device.index is not None else None
-    given: dict[str, Any] = {"timeout": rank_timeout(), "device_id": bound}
+    timeout = rank_timeout(device)
+    given: dict[str, Any] = {"timeout": timeout, "device_id": bound}
     if "RANK" in os.environ and _MSRUN_SECONDS in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _msrun_store(rank, size, int(os.environ[_MSRUN_SECONDS]))
@@ -215,7 +222,8 @@ def join_process_group(device: torch.device) -> bool:
         await_store(os.environ)
         dist.init_process_group(backend, **given)
     else:
-        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        store = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     atexit.register(leave_process_group)
     return True
 
@@ -348,7 +356,7 @@ class ProcessTransport:
             # torch warns that the timeout argument overrides that of the options, which is intended.
             warnings.filterwarnings("ignore", message=".*_timeout was specified")
             group = dist.new_group(
-                ranks, group_desc="rings", timeout=rank_timeout(), pg_options=_priority_options(device)
+                ranks, group_desc="rings", timeout=rank_timeout(device), pg_options=_priority_options(device)
             )
         assert group is not None
         transport = cls(group, device)
@@ -430,4 +438,4 @@ class _StagedHop:
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")

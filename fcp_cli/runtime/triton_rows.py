@@ -3,6 +3,9 @@
 Every kernel reads and writes each byte once. A program handles one row or a part of one, and finds scattered rows
 itself, so no gather or scatter is needed around it. Positions are distinct, so programs never write the same row and
 results are deterministic.
+
+Strides and addresses of log-sum-exps are not specialized, as Triton does by default: they vary with the lengths of a
+pack, and Triton would compile a kernel again in the middle of a ring.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from torch import Tensor
 _BLOCK = 1024  # elements of a row per program that adds
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+_OF_LSE = ("lse_row", "lse_head", "part_lse_row", "part_lse_head")
+
+
+@triton.jit(do_not_specialize=_OF_LSE, do_not_specialize_on_alignment=("lse", "part_lse"))  # type: ignore[untyped-decorator]
 def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     source: Any,
     into: Any,
@@ -193,7 +199,7 @@ def add_pair_rows(total: Tensor, positions: Tensor | None, first: Tensor, second
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=(*_OF_LSE[:2], "rows"), do_not_specialize_on_alignment=("lse",))  # type: ignore[untyped-decorator]
 def _take_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     first: Any,
     second: Any,

@@ -51,7 +51,7 @@ class FakeFlash:
         segments = _segments(cu_q, cu_k, causal, window_size_left)
         assert (max_q, max_k) == (max(segments.q_lengths), max(segments.k_lengths))
         out, lse = DenseKernel().forward(q, k, v, segments, scale)
-        return out, lse.t().contiguous(), torch.zeros(2, dtype=torch.uint64), _NONE, _NONE
+        return out, lse.t().contiguous(), torch.zeros(2, dtype=torch.uint64, device="cpu"), _NONE, _NONE
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor,
@@ -73,15 +73,25 @@ class FakeCudnn:
         most_head_dim: that has a plan.
         shares_heads: whether fewer key heads than query heads have a plan.
         packed_stats: layout of the packed form's log-sum-exps.
+        shares_graphs: as under TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1: lengths of one power of two share a graph, which
+            keeps the log-sum-exps' strides of the call that built it, up to torch 2.14.
     """
 
     def __init__(
-        self, *, stats_dims: int = 4, most_head_dim: int = 128, shares_heads: bool = True, packed_stats: str = "rows, 1"
+        self,
+        *,
+        stats_dims: int = 4,
+        most_head_dim: int = 128,
+        shares_heads: bool = True,
+        packed_stats: str = "rows, 1",
+        shares_graphs: bool = False,
     ) -> None:
         self.stats_dims = stats_dims
         self.most_head_dim = most_head_dim
         self.shares_heads = shares_heads
         self.packed_stats = packed_stats
+        self.shares_graphs = shares_graphs
+        self._graphs: dict[tuple[Any, ...], tuple[int, ...]] = {}  # the backward's: key to strides of log-sum-exps
         self.calls: list[str] = []
 
     def _require_plan(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -102,10 +112,11 @@ class FakeCudnn:
         packed = [_packed(tensor) for tensor in (q, k, v)]
         queries, keys, values = packed
         out, lse = _top_left(queries, keys, values, _equal(q, k, causal), scale)
-        stats = lse.view(len(q), q.shape[2], -1).transpose(1, 2).contiguous()
+        stats = lse.view(len(q), q.shape[2], -1).transpose(1, 2)
+        stats = stats if self.shares_graphs and _is_rows_first(q, k, v) else stats.contiguous()
         stats = stats if self.stats_dims == 3 else stats.unsqueeze(-1)
         shape = (len(q), q.shape[2], q.shape[1], v.shape[3])
-        seed = torch.zeros((), dtype=torch.int64)
+        seed = torch.zeros((), dtype=torch.int64, device="cpu")
         return out.view(shape).transpose(1, 2), stats, _NONE, _NONE, q.shape[2], k.shape[2], seed, seed, _NONE
 
     def dense_backward(
@@ -118,7 +129,11 @@ class FakeCudnn:
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
         assert out.stride() == dout.stride(), "before cuDNN 9.5.1 both must have one layout"
         expected = (*q.shape[:3], 1) if self.stats_dims == 4 else q.shape[:3]
-        assert lse.shape == expected and lse.is_contiguous()
+        assert lse.shape == expected
+        if self.shares_graphs and _is_rows_first(q, k, v, out):
+            lse = self._read_by_graph(lse, (q.shape[:2], *(_power_of_two(x.shape[2]) for x in (q, k)), causal))
+        else:
+            assert lse.is_contiguous(), "cuDNN reads no other order here"
         douts, queries, keys, values, outs = (_packed(tensor) for tensor in (dout, q, k, v, out))
         rows = lse.reshape(q.shape[:3]).transpose(1, 2).flatten(0, 1)
         grads = _top_left_backward(douts, queries, keys, values, outs, rows, _equal(q, k, causal), scale)
@@ -126,6 +141,13 @@ class FakeCudnn:
             grad.view(len(like), like.shape[2], like.shape[1], -1).transpose(1, 2)
             for grad, like in zip(grads, (q, k, v), strict=True)
         )
+
+    def _read_by_graph(self, lse: Tensor, key: tuple[Any, ...]) -> Tensor:
+        """Return the log-sum-exps [batch, heads, rows, 1] that a graph of this key reads in the place of `lse`."""
+        strides = self._graphs.setdefault(key, lse.stride())
+        memory = lse.as_strided((lse.numel(),), (1,)).repeat(3)  # what lies behind them is read, too
+        offsets = [sequence * lse.shape[2] * lse.stride(2) for sequence in range(len(lse))]
+        return torch.cat([memory.as_strided((1, *lse.shape[1:]), strides, offset) for offset in offsets])
 
     def packed_forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
@@ -164,6 +186,16 @@ class FakeCudnn:
 def _packed(tensor: Tensor) -> Tensor:
     """[batch, heads, rows, size] -> [batch * rows, heads, size]."""
     return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _is_rows_first(*tensors: Tensor) -> bool:
+    """Whether tensors [batch, heads, rows, size] lie as [batch, rows, heads, size]."""
+    return all(tensor.transpose(1, 2).is_contiguous() for tensor in tensors)
+
+
+def _power_of_two(length: int) -> int:
+    """The least power of two that holds a length."""
+    return 1 << (length - 1).bit_length()
 
 
 def _equal(q: Tensor, k: Tensor, causal: bool) -> Segments:

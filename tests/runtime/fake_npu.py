@@ -111,7 +111,7 @@ def _lengths(cumulative: list[int]) -> list[int]:
 
 def _allowed(rows: int, keys: int, options: dict[str, Any]) -> Tensor:
     """sparse_mode 0: everything, as no mask is given; 3: causal, and 4: a band, aligned at the bottom right."""
-    allowed = torch.ones(rows, keys, dtype=torch.bool)
+    allowed = torch.ones(rows, keys, dtype=torch.bool, device="cpu")
     if options["sparse_mode"] in (3, 4):
         mask = options["atten_mask"]
         assert mask.shape == (2048, 2048) and mask.dtype == torch.bool and bool(mask[0, 1]) and not bool(mask[1, 0])

@@ -95,6 +95,42 @@ def test_dense_cudnn_takes_equal_sequences_as_a_batch(
     assert cudnn.calls == ["dense forward"] * batches + ["dense backward"] * batches
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (1, 1)])
+def test_lengths_that_share_a_graph_of_cudnn_read_their_own_log_sum_exps(
+    heads: tuple[int, int], cudnn: FakeCudnn
+) -> None:
+    """Under TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1; a layout that falls back to a graph per length is read, too."""
+    cudnn.shares_graphs = True
+    kernel = CudnnKernel(cudnn.operators(packs=False))
+    for lengths in ((40,), (57,), (33, 33), (60, 60), (40, 64, 50)):
+        agrees(kernel, Segments(lengths, lengths, causal=True), heads)
+        agrees(kernel, Segments(lengths, tuple(length + 7 for length in lengths), causal=False), heads)
+    segments, exact = Segments((40,), (40,), causal=True), DenseKernel()
+    whole = torch.randn(40, heads[0] + 2 * heads[1], 64)
+    q, k, v = whole.split([heads[0], heads[1], heads[1]], dim=1)  # of one projection: rows lie apart
+    out, lse = kernel.forward(q, k, v, segments, 0.1)
+    grads = kernel.backward(out, q, k, v, out, lse.t().contiguous().t(), segments, 0.1)
+    for found, expected in zip(grads, exact.backward(out, q, k, v, out, lse, segments, 0.1), strict=True):
+        assert relative_error(found, expected) <= 2e-6
+
+
+def test_a_kernel_whose_lengths_share_wrong_strides_fails_its_test_call(cudnn: FakeCudnn) -> None:
+    class Forgetful(CudnnKernel):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+            results = super().forward(q, k, v, segments, scale)
+            self._shares_graphs = False
+            return results
+
+    cudnn.shares_graphs = True
+    operators = cudnn.operators(packs=False)
+    assert select.failure(CudnnKernel(operators), SMALL, CPU) is None
+    unequal = [segments for segments in select.PACKS if len(set(segments.q_lengths)) > 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "PACKS", unequal)
+        found = select.failure(Forgetful(operators), SMALL, CPU)
+    assert found is not None and found.startswith("its dq is off by")
+
+
 @pytest.mark.parametrize("layout", ["rows, 1", "rows", "heads"])
 @pytest.mark.parametrize("call", CALLS)
 def test_packed_cudnn_takes_sequences_of_several_lengths_in_one_call(call: str, layout: str, cudnn: FakeCudnn) -> None:

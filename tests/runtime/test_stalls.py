@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from inline_snapshot import snapshot
 
 from fcp_cli.plan.step import MicroBatch
+from fcp_cli.runtime import transport
 from fcp_cli.runtime.guards import Watch, watch_for
-from fcp_cli.runtime.metrics import Clock
-from fcp_cli.runtime.transport import rank_timeout
+from fcp_cli.runtime.metrics import Clock, DeviceClock
+from fcp_cli.runtime.transport import ProcessTransport, ProcessWorld, join_process_group, rank_timeout
 from tests.messages import raises
+from tests.patience import wait_until
 from tests.runtime.plans import microbatch
 
 pytestmark = pytest.mark.torch
@@ -151,4 +158,47 @@ def test_the_thread_ends_with_what_it_watches_for() -> None:
 def test_a_time_out_that_is_no_number_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FCP_RANK_TIMEOUT", "soon")
     with raises("RunError: FCP_RANK_TIMEOUT is 'soon'; it must be a number of seconds, 1 or more"):
-        rank_timeout()
+        rank_timeout(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("kind", "given", "seconds"), [("cuda", "", 600), ("cpu", "", 1800), ("cuda", "90", 90)])
+def test_every_group_is_given_the_time_out_that_the_watch_speaks_before(
+    kind: str, given: str, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's own is 30 minutes for "cpu:gloo,cuda:nccl"."""
+    groups: list[dict[str, Any]] = []
+    initialised = iter((False, True, True))
+    monkeypatch.setenv("FCP_RANK_TIMEOUT", given)
+    monkeypatch.setattr(transport, "end_with_launcher", lambda: None)
+    monkeypatch.setattr(transport, "local_device", lambda: torch.device(kind, 3))
+    monkeypatch.setattr(transport.atexit, "register", lambda _: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(set_device=lambda _: None))
+    monkeypatch.setattr(dist, "is_initialized", lambda: next(initialised))
+    monkeypatch.setattr(dist, "init_process_group", lambda _, **options: groups.append(options))
+    monkeypatch.setattr(dist, "new_group", lambda *_, **options: groups.append(options))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda *_: "nccl")  # of a script's group, without host tensors
+    monkeypatch.setattr(ProcessTransport, "meet", lambda *_: None)
+    monkeypatch.setattr(transport, "_priority_options", lambda _: None)
+    device = torch.device(kind, 3)
+    assert join_process_group(device)
+    with suppress(AssertionError):  # nothing came of the group
+        ProcessTransport.create(device)
+    ProcessWorld()._hosts()
+    assert [group["timeout"] for group in groups] == [timedelta(seconds=seconds)] * 3
+    assert watch_for(0, Clock(), device)._seconds == 0.9 * seconds
+
+
+def test_the_thread_watches_from_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on device 0, where every rank of a node would take memory for a context."""
+    entered: dict[str, int] = {}
+    module = SimpleNamespace(
+        set_device=lambda index: entered.setdefault(threading.current_thread().name, index), current_device=lambda: 5
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    for device in (torch.device("cuda", 3), torch.device("cuda")):
+        watch = Watch(0, DeviceClock(device), 1000.0, print)
+        watch.start()
+        wait_until(lambda: "fcp-watch" in entered)
+        watch.stop()
+        assert entered.pop("fcp-watch") == (5 if device.index is None else 3)

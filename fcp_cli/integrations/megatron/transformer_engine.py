@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.base import refuse
 from fcp_cli.plan.file import PlanReader
-from fcp_cli.runtime.transport import ProcessTransport
+from fcp_cli.runtime.transport import ProcessTransport, rank_timeout
 
 MOST_GROUPS = 64
 """That a process may be in, if the free memory of its device is not known."""
@@ -135,7 +135,7 @@ def make_rings(
             type(core).cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     groups = {}
     for members in _members(planned, peers):
-        group = dist.new_group(list(members))
+        group = dist.new_group(list(members), timeout=rank_timeout(device))
         if dist.get_rank() in members and group is not None:
             # NCCL creates communicators at first use; within a step, that would stall members of other rings.
             ProcessTransport(group, device).warm_up(device)

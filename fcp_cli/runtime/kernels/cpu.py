@@ -103,8 +103,8 @@ def _blocks(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, T
 @lru_cache(maxsize=32)
 def _band(rows: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
     """Return the additive mask [rows, keys]: 0 within a query's window, -inf elsewhere."""
-    seen = torch.ones(rows, keys, dtype=torch.bool).tril_(keys - rows).triu_(keys - rows - window + 1)
-    return torch.zeros(rows, keys, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    seen = torch.ones(rows, keys, dtype=torch.bool, device="cpu").tril_(keys - rows).triu_(keys - rows - window + 1)
+    return torch.zeros(rows, keys, dtype=dtype, device="cpu").masked_fill_(~seen, float("-inf"))
 
 
 def _split(packed: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:

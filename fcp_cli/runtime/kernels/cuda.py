@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -154,6 +155,5 @@ def _make_bounds(segments: Segments, device: torch.device) -> Bounds:
 
 
 def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    torch.cumsum(torch.tensor(lengths), 0, dtype=torch.int32, out=bounds[1:])
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
     return to_device(bounds, device)

@@ -2,7 +2,10 @@
 
 There are two forms. The dense one, `aten::_scaled_dot_product_cudnn_attention`, takes sequences of equal length as a
 batch, and is what PyTorch's own context parallelism uses. It returns log-sum-exps [batch, heads, rows, 1] ([batch,
-heads, rows] before torch 2.9), and takes a row's final out and log-sum-exp in backward. The packed one,
+heads, rows] before torch 2.9), and takes a row's final out and log-sum-exp in backward. Under
+TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 calls whose tensors lie as [batch, rows, heads, size] share graphs between lengths,
+and a graph keeps the strides of the log-sum-exps that it was built with (pytorch#155958): their memory order must be
+that of forward, [batch, rows, heads], whose strides do not depend on the length. The packed one,
 `aten::_cudnn_attention_forward` with cumulative lengths, takes all sequences at once. It is only used if its schema has
 `seqused_k`: earlier releases build a graph in every call (42 ms, pytorch#191576) and size the backward's buffers by the
 head size (illegal addresses, pytorch#186142).
@@ -84,6 +87,7 @@ class CudnnKernel:
         self._operators = operators
         self._packs = packs
         self._stats_dims = 4  # of the dense form's log-sum-exps, as returned by forward
+        self._shares_graphs = False  # whether forward returns them in the order [batch, rows, heads]
         self._packed_stats: str | None = None  # layout of the packed form's log-sum-exps, as returned by forward
 
     def refusal(self, segments: Segments) -> str | None:
@@ -139,13 +143,18 @@ class CudnnKernel:
                 f"expected {tuple(q.shape[:3])}: use --attention-kernel fa2"
             )
         self._stats_dims = stats.dim()
+        if q.shape[1] > 1 and _lie_rows_first(q, k, v):
+            self._shares_graphs = stats.stride(1) < stats.stride(2)
         return _rows_first(out), stats.reshape(q.shape[:3]).transpose(1, 2).flatten(0, 1)
 
     def _dense_backward(
         self, parts: list[Tensor], lse: Tensor, batch: _EqualSequences, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, out, k, v = parts
-        stats = _batched(lse, batch.number, batch.rows).contiguous()
+        if self._shares_graphs and _lie_rows_first(q, k, v, out):
+            stats = _batched(lse.contiguous(), batch.number, batch.rows)
+        else:
+            stats = _batched(lse, batch.number, batch.rows).contiguous()
         if self._stats_dims == 4:
             stats = stats.unsqueeze(-1)
         seed = _unused_seed(segments, q)
@@ -223,6 +232,11 @@ def _cut(
 def _batched(packed: Tensor, count: int, length: int) -> Tensor:
     """View [count * length, heads, ...] as [count, heads, length, ...]."""
     return packed.view(count, length, *packed.shape[1:]).transpose(1, 2)
+
+
+def _lie_rows_first(*tensors: Tensor) -> bool:
+    """Return whether all tensors [batch, heads, rows, size] lie in memory as [batch, rows, heads, size]."""
+    return all(tensor.transpose(1, 2).is_contiguous() for tensor in tensors)
 
 
 def _rows_first(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class NpuKernel:
     def _probe(self, like: Tensor) -> bool:
         heads, lengths = 2, (2, 3)
         tokens = sum(lengths)
-        names = torch.arange(tokens * heads, dtype=torch.float32).view(tokens, heads)
+        names = torch.arange(tokens * heads, dtype=torch.float32, device="cpu").view(tokens, heads)
         q = torch.zeros(tokens, heads, like.shape[-1], dtype=like.dtype, device=like.device)
         q[..., 0] = names.to(q)
         k = torch.zeros_like(q)
@@ -150,7 +151,7 @@ def _element_order(lengths: tuple[int, ...], heads: int, device: torch.device) -
     heads each order takes 4 MB.
     """
     sizes = [length * heads for length in lengths]
-    memory = torch.split_with_sizes(torch.arange(sum(sizes)), sizes)
+    memory = torch.split_with_sizes(torch.arange(sum(sizes), device="cpu"), sizes)
     order = torch.cat([part.view(heads, -1).t().reshape(-1) for part in memory])
     return to_device(order.int(), device), to_device(order.argsort().int(), device)
 
@@ -168,8 +169,8 @@ def _make_mask_and_lengths(segments: Segments, device: torch.device) -> dict[str
         "atten_mask": _causal_mask(device) if segments.causal else None,
         "sparse_mode": mode,
         **band,
-        "actual_seq_qlen": torch.tensor(segments.q_lengths).cumsum(0).tolist(),
-        "actual_seq_kvlen": torch.tensor(segments.k_lengths).cumsum(0).tolist(),
+        "actual_seq_qlen": list(accumulate(segments.q_lengths)),
+        "actual_seq_kvlen": list(accumulate(segments.k_lengths)),
     }
 
 

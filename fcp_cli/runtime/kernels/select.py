@@ -331,9 +331,12 @@ _OUT_FACTOR: Final = 0.5
 PACKS: Final = (
     Segments((96, 96), (96, 96), causal=True),
     Segments((64,), (160,), causal=False),
-    Segments((40, 130), (40, 130), causal=True),
+    Segments((40, 57, 130), (40, 57, 130), causal=True),
 )
-"""Calls that every kernel can be asked for: own keys of equal sequences, a ring's hop, own keys of unequal ones."""
+"""Calls that every kernel can be asked for: own keys of equal sequences, a ring's hop, own keys of unequal ones.
+
+40 and 57 tokens are rounded to the same power of two, by which cuDNN may share graphs between lengths.
+"""
 
 
 class Signature(NamedTuple):
@@ -404,7 +407,7 @@ def _error(kernel: NamedKernel, signature: Signature, segments: Segments, device
     generator = torch.Generator().manual_seed(0)
     rows, keys = sum(segments.q_lengths), sum(segments.k_lengths)
     sizes = ((rows, heads, head_dim), (keys, kv_heads, head_dim), (keys, kv_heads, value_dim), (rows, heads, value_dim))
-    q, k, v, dout = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+    q, k, v, dout = (torch.randn(size, generator=generator, device="cpu").to(device, dtype) for size in sizes)
     scale = head_dim**-0.5
     exact = DenseKernel()
     with torch.no_grad():
