@@ -127,9 +127,11 @@ class _Probe:
             # The shard first: dynamic rotary frequencies do not shrink again after a longer input.
             of_shard = self._rows(ids[shard], positions[shard])
             of_whole = self._rows(ids, positions)[shard]
-            if not self._modules:
+            mixes = self._differ(self._rows(others, positions)[shard], of_whole)
+            # Layers that run on rings without attention are enough, unless others attend unseen.
+            if not self._modules and (mixes or not linear_layers(self._model)):
                 self._refuse(_OWN_ATTENTION)
-            if self._differ(self._rows(others, positions)[shard], of_whole):
+            if mixes:
                 self._refuse(_MIXES)
             if self._differ(of_shard, of_whole):
                 self._refuse(_POSITIONS)
