@@ -48,8 +48,8 @@ _OWN_ATTENTION = (
     "the {name} model does not attend through transformers' attention interface, so no ring can attend in its place"
 )
 _NO_ATTENTION = (
-    "the {name} model has no layer of attention, by whose calls a plan's steps are checked; a plan can only be followed "
-    "by models with at least one"
+    "the {name} model has no layer of attention, by whose calls a plan's steps are checked; a plan can only be "
+    "followed by models with at least one"
 )
 _NO_POSITIONS = (
     "the {name} model takes no position_ids, so on a shard of a sequence it would count from 0; a plan can only be "
