@@ -66,9 +66,8 @@ def _outside(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare(model: Any) -> None:
     """Prepare the model for ring attention, unless the script has, and give it a loss head."""
-    from fcp_cli.integrations.hugging_face.trainer import base_model
     from fcp_cli.integrations.transformers.loss import put_loss_head
-    from fcp_cli.integrations.transformers.preparation import NAME, prepare
+    from fcp_cli.integrations.transformers.preparation import NAME, base_model, prepare
 
     base: Any = base_model(model)
     if base.config.get_text_config()._attn_implementation != NAME:
@@ -85,7 +84,7 @@ def _planned_steps(engine: Any) -> Any:
     """Return the plan's steps for an engine, starting at its checkpoint's step."""
     from fcp_cli.integrations.hugging_face.checks import check_global_batch
     from fcp_cli.integrations.hugging_face.data import PlanSampler
-    from fcp_cli.integrations.hugging_face.trainer import base_model
+    from fcp_cli.integrations.transformers.preparation import base_model
     from fcp_cli.runtime.cursor import plan_path
     from fcp_cli.runtime.plan_agreement import require_training
     from fcp_cli.runtime.session import start

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -156,7 +157,7 @@ class Session(RankJob):
         if self.recorder is not None:
             self._steps_of.report_to(self.recorder)
             self.recorder.open(first_step)
-        return self._follow(begin, guards, mean_over)
+        return self._follow(begin, guards, mean_over, model)
 
     def _begin(self, first_step: int, fetch: Fetch) -> _Followed:
         """Open the steps and start to load them."""
@@ -167,9 +168,13 @@ class Session(RankJob):
         return cursor, Prefetched(loaded, depth=self.steps_ahead, name="fcp-loader"), labelled
 
     def _follow(
-        self, begin: Callable[[], _Followed], guards: Guards, mean_over: Literal["tokens", "rows"]
+        self,
+        begin: Callable[[], _Followed],
+        guards: Guards,
+        mean_over: Literal["tokens", "rows"],
+        model: nn.Module | GradientSync | None,
     ) -> Generator[Step, None, None]:
-        requested = self.clock.mark()
+        requested, is_first = self.clock.mark(), True
         cursor, loaded, labelled = begin()
         try:
             for own in cursor.taken(loaded):
@@ -177,6 +182,9 @@ class Session(RankJob):
                 if self.recorder is not None:
                     step.record = self.recorder.begin(step.index, step.predicted_seconds, requested)
                 yield step
+                if is_first and self.rank == 0 and isinstance(model, nn.Module):
+                    _warn_of_dropout(model)  # only now: loops may call model.train() inside the first step
+                is_first = False
                 if self.recorder is not None:
                     self.recorder.end()
                 requested = self.clock.mark()
@@ -259,6 +267,25 @@ class Session(RankJob):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    """Warn if a model drops activations: with other random numbers than one process, whose losses then differ."""
+    rates = {
+        f"{path}.{name}".strip("."): rate
+        for path, module in model.named_modules()
+        if module.training
+        for name, rate in vars(module).items()
+        if isinstance(rate, float) and rate > 0
+        if "dropout" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+    }
+    for place, rate in islice(rates.items(), 1):
+        print(
+            f"fcp: warning: the model trains with dropout ({place} is {rate:g}; {len(rates)} in all), whose random "
+            "numbers are not those of one process: losses differ from its losses; set it to 0 to compare them",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _warn_if_begun_again(first_step: int, begins_with: int, rank: int) -> None:

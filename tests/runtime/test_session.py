@@ -247,6 +247,32 @@ def test_a_requeued_job_whose_script_begins_again_says_so(
     )
 
 
+class Dropping(torch.nn.Module):
+    """A model with dropout as a module, and as the number that a function is given (as Seed-OSS has it)."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.linear, self.drop, self.residual_dropout = torch.nn.Linear(2, 2), torch.nn.Dropout(rate), rate
+
+
+def test_a_model_that_trains_with_dropout_is_said_to_differ_from_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(model: torch.nn.Module) -> str:
+        for step in one_rank(tmp_path).steps(model):
+            for microbatch in step:
+                pretend_attention(microbatch)
+                microbatch.loss(model.linear.weight.sum() * torch.ones(1, 10, VOCAB_SIZE)).backward()
+        return capsys.readouterr().err
+
+    assert said(Dropping(0.1)) == (
+        "fcp: warning: the model trains with dropout (residual_dropout is 0.1; 2 in all), whose random numbers are not "
+        "those of one process: losses differ from its losses; set it to 0 to compare them\n"
+    )
+    assert said(Dropping(0.1).eval()) == ""
+    assert said(Dropping(0.0)) == ""
+
+
 def test_every_microbatch_is_timed(tmp_path: Path) -> None:
     step = next(one_rank(tmp_path, [Row([0], [3]), Row([0], [4])]).steps())
     first, second = run_through(step).timings

@@ -17,7 +17,7 @@ from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.loss import Labels, token_loss_sum
 from fcp_cli.runtime.ring import Ring, current_ring
 from fcp_cli.verification.emulation import Meeting, Replayed, gradients_on_rank, run_ranks, thread_session
-from tests.runtime.models import Case, Family, Recomputation, assert_agrees, build, expected, hugging_face
+from tests.runtime.models import Case, Family, Recomputation, assert_agrees, build, expected, hugging_face, recompute
 from tests.runtime.plans import Row, random_steps, write_plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
@@ -113,6 +113,7 @@ REFUSED_CALLS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"past_key_values": ()}, "was given past_key_values"),
     ({"cache": ()}, "was given cache"),
+    ({"position_bias": torch.ones(1, 4, 4, 4)}, "was given position_bias, .*; remove it: rings add no bias to scores"),
     ({"is_causal": False}, "asks for attention that is not causal"),
 ]
 
@@ -218,6 +219,65 @@ def test_a_layer_that_leaves_its_window_to_a_mask_is_refused() -> None:
         _check_call(layer, None, {"sliding_window": right})
         with pytest.raises(RunError, match=f"asks for a window of {wrong} tokens where its config says {right}; which"):
             _check_call(layer, None, {"sliding_window": wrong})
+
+
+def with_learned_bias(model: Any, name: str = "position_bias") -> Any:
+    """A decoder whose attention passes a learned bias to transformers' attention interface."""
+    for layer in model.model.layers:
+        layer.self_attn.bias = torch.nn.Parameter(torch.ones(1, 4, 4, 4, dtype=torch.float64))
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, name: module.bias}), with_kwargs=True
+        )
+    return model
+
+
+def test_a_keyword_that_a_module_adds_to_its_attention_is_refused_before_training() -> None:
+    from fcp_cli.integrations.transformers import prepare
+
+    decoder = with_learned_bias(hugging_face("qwen3", torch.float64))
+    with pytest.raises(
+        RunError, match="Qwen3Attention passes position_bias to its attention, which rings would ignore"
+    ):
+        prepare(decoder)
+
+
+def test_a_keyword_that_a_module_adds_only_in_training_is_refused_there(microbatch: Ring) -> None:
+    decoder = with_learned_bias(prepared(), "indices")
+    with pytest.raises(RunError, match="Qwen3Attention passes indices to its attention"):
+        decoder(input_ids=IDS, position_ids=POSITIONS)
+
+
+@pytest.mark.parametrize("how", ["off", "non-reentrant", "reentrant"])
+def test_keywords_that_the_model_was_called_with_reach_its_attention(microbatch: Ring, how: Recomputation) -> None:
+    decoder = prepared().train()
+    recompute(decoder, how)
+    given = {"num_items_in_batch": 4, "cu_seq_lens_q": torch.tensor([0, 4]), "max_length_q": 4}
+    decoder(input_ids=IDS, position_ids=POSITIONS, **given).logits.sum().backward()
+    assert decoder.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks transformers by old names
+def test_a_model_with_adapters_is_prepared_as_the_model_inside(microbatch: Ring) -> None:
+    peft = pytest.importorskip("peft")
+    from fcp_cli.integrations.transformers import prepare
+
+    model = peft.get_peft_model(hugging_face("qwen3", torch.float64), peft.LoraConfig(target_modules=["q_proj"]))
+    prepare(model)
+    values = labelled(microbatch)
+    wanted = token_loss_sum(hugging_face("qwen3", torch.float64)(input_ids=IDS).logits, values)
+    found = model(input_ids=IDS, position_ids=POSITIONS, labels=values).loss
+    assert abs(float((found - wanted).detach())) <= 1e-12  # fresh adapters change nothing
+    assert microbatch.attention_calls == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_that_puts_tokens_before_sequences_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    from fcp_cli.integrations.transformers import prepare
+
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(RunError, match="PromptTuningConfig puts tokens before every sequence"):
+        prepare(peft.get_peft_model(hugging_face("qwen3", torch.float64), prompts))
 
 
 def test_a_layer_without_its_ring_names_the_way_out() -> None:

@@ -194,6 +194,14 @@ def test_what_no_plan_gives_a_state_space_is_refused(asked: dict[str, Any]) -> N
         )
 
 
+@pytest.mark.parametrize(("kind", "layer"), [("granitemoehybrid", "mamba"), ("qwen3_next", "linear_attention")])
+def test_a_model_whose_layers_on_rings_are_no_attention_is_refused_for_that(kind: str, layer: str) -> None:
+    from fcp_cli.integrations.transformers import prepare
+
+    with pytest.raises(RunError, match=f"the {kind} model has no layer of attention"):
+        prepare(linear_model(kind, layer_types=[layer] * 2))
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "bamba"])
 def test_weights_that_are_still_to_come_are_judged_by_a_small_model(kind: str) -> None:
     from fcp_cli.integrations.transformers import prepare

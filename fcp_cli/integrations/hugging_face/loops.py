@@ -31,9 +31,8 @@ from fcp_cli.integrations.hugging_face.job_facts import (
     rows_of,
     start_session,
 )
-from fcp_cli.integrations.hugging_face.trainer import base_model
 from fcp_cli.integrations.transformers.loss import prepare_loss
-from fcp_cli.integrations.transformers.preparation import SwitchedAttention, recompute_layers
+from fcp_cli.integrations.transformers.preparation import SwitchedAttention, base_model, recompute_layers
 from fcp_cli.plan.metadata import PlanMetadata, is_launched_without_plan
 from fcp_cli.runtime.session import Session, start
 from fcp_cli.runtime.step import LocalMicroBatch, Step

@@ -37,7 +37,7 @@ from fcp_cli.integrations.hugging_face.job_facts import facts_of, rows_of, start
 from fcp_cli.integrations.hugging_face.losses import BatchMeans, CausalLoss, PlannedLoss
 from fcp_cli.integrations.hugging_face.own_loss import OwnLoss
 from fcp_cli.integrations.hugging_face.pairs import LogitPreferenceLoss, PreferenceLoss, SftLoss
-from fcp_cli.integrations.transformers.preparation import SwitchedAttention, recompute_layers
+from fcp_cli.integrations.transformers.preparation import SwitchedAttention, base_model, recompute_layers
 from fcp_cli.runs.run_dir import StoppedScript, forget_stopped, note_stopped, read_stopped
 from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.step import Step
@@ -202,23 +202,6 @@ def _own_loss(
     if judged is None or isinstance(planned, LogitPreferenceLoss):
         return planned
     return OwnLoss(trainer, judged, planned, attentions=attentions, read=rows)
-
-
-def base_model(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside PEFT adapters; raise RunError if there is none."""
-    for adapter in (getattr(model, "peft_config", None) or {}).values():
-        if getattr(adapter, "is_prompt_learning", False):
-            raise RunError(
-                f"the adapter {type(adapter).__name__} puts tokens before every sequence, which the plan does not "
-                "know; use LoRA"
-            )
-    found = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(found, PreTrainedModel):
-        raise RunError(
-            f"the model is a {type(found).__name__}, not one of transformers; follow the plan in a loop of your own "
-            "(docs/how-to/training-loop.md)"
-        )
-    return found
 
 
 # A mixin that makes a `transformers.Trainer` subclass follow a plan explicitly.

@@ -28,6 +28,9 @@ _CONVOLUTION = "causal_conv1d_fn"
 _RULES = ("torch_chunk_gated_delta_rule", "mamba2_chunk_scan")
 _HOOKED = "_fcp_hooked"
 
+KEYWORDS = "fcp_keywords"
+"""Keyword argument with the names of the keywords that a model was called with, passed down like its ring."""
+
 _tokens_apart: ContextVar[bool] = ContextVar("tokens_apart", default=False)
 
 
@@ -71,7 +74,7 @@ def _hooked_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(rule)
     def hooked(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
-        on_ring, ring = "ring" in given, given.pop("ring", None)
+        on_ring, ring = _ring_of(given)
         if not on_ring or (ring is None and not _tokens_apart.get()):
             out: tuple[Tensor, Tensor | None] = rule(query, key, value, **given)
             return out
@@ -87,6 +90,12 @@ def _hooked_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     return hooked
 
 
+def _ring_of(given: dict[str, Any]) -> tuple[bool, Any]:
+    """Remove the keywords of `prepare` from a call; return whether it has a ring, and the ring."""
+    given.pop(KEYWORDS, None)
+    return "ring" in given, given.pop("ring", None)
+
+
 _OPTIONS = ("use_qk_l2norm_in_kernel", "scale", "chunk_size")
 
 
@@ -99,7 +108,7 @@ def _hooked_scan(scan: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(scan)
     def hooked(x: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, **given: Any) -> Any:
-        on_ring, ring = "ring" in given, given.pop("ring", None)
+        on_ring, ring = _ring_of(given)
         if not on_ring or (ring is None and not _tokens_apart.get()):
             return scan(x, dt, decay, b, c, **given)
         if given.get("initial_states") is not None or given.get("return_final_states"):
@@ -137,7 +146,7 @@ def _hooked_whole(whole: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(whole)
     def hooked(*args: Any, **given: Any) -> Any:
-        on_ring, ring = "ring" in given, given.pop("ring", None)
+        on_ring, ring = _ring_of(given)
         return None if on_ring and (ring is not None or _tokens_apart.get()) else whole(*args, **given)
 
     return hooked
@@ -146,7 +155,7 @@ def _hooked_whole(whole: Callable[..., Any]) -> Callable[..., Any]:
 def _hooked_convolution(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(convolve)
     def hooked(hidden_states: Tensor, weight: Tensor, *args: Any, **given: Any) -> Tensor:
-        on_ring, ring = "ring" in given, given.pop("ring", None)
+        on_ring, ring = _ring_of(given)
 
         def run(rows: Tensor) -> Tensor:
             return convolve(rows, weight, *args, **given)

@@ -36,7 +36,7 @@ from fcp_cli.cost.levels import RecomputeLevel
 from fcp_cli.cost.recipe import Recompute
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.base import Refusals, refuse
-from fcp_cli.integrations.transformers.linear import hook_linear_layers, linear_layers
+from fcp_cli.integrations.transformers.linear import KEYWORDS, hook_linear_layers, linear_layers
 from fcp_cli.integrations.transformers.loss import prepare_loss, takes_labels
 from fcp_cli.integrations.transformers.probe import probe
 from fcp_cli.models.ring_exactness import missing_for_rings
@@ -58,6 +58,8 @@ def prepare(model: transformers.PreTrainedModel) -> None:
 
     Its linear head, with the same weight, computes the loss if `labels` are given.
 
+    PEFT adapters may be added before or after this call.
+
     A vision encoder may be frozen before or after this call; it then runs without an autograd graph.
 
     Inside `fcp_cli.runtime.outside()`, to evaluate or generate, the model uses its original attention.
@@ -65,11 +67,29 @@ def prepare(model: transformers.PreTrainedModel) -> None:
     Raises:
         RunError: rings cannot compute the model's attention exactly, or other modules mix tokens.
     """
+    model = base_model(model)
     own = model.config.get_text_config()._attn_implementation
     text = _run_on_rings(model)
     switch_outside(model, partial(_own_attention, text, own if own != NAME else "sdpa", text.use_cache))
     text.use_cache = False
     prepare_loss(model)
+
+
+def base_model(model: Any) -> transformers.PreTrainedModel:
+    """Return the transformers model inside PEFT adapters; raise RunError if there is none."""
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise RunError(
+                f"the adapter {type(adapter).__name__} puts tokens before every sequence, which the plan does not "
+                "know; use LoRA"
+            )
+    found = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(found, transformers.PreTrainedModel):
+        raise RunError(
+            f"the model is a {type(found).__name__}, not one of transformers; follow the plan in a loop of your own "
+            "(docs/how-to/training-loop.md)"
+        )
+    return found
 
 
 class SwitchedAttention:
@@ -287,7 +307,8 @@ def _bind_ring(
             raise RunError(f"the model was given {name}, which it cannot use under a plan; {remedy}")
     if given.get("position_ids") is None:
         raise RunError("the model was given no position_ids; pass position_ids=microbatch.position_ids")
-    return args, {**kwargs, "ring": ring, "use_cache": False}
+    keywords = (*kwargs.get(KEYWORDS, ()), *kwargs)
+    return args, {**kwargs, "ring": ring, "use_cache": False, KEYWORDS: keywords}
 
 
 _PER_TOKEN: Final = {"mlp", "moe"}  # layer types of Nemotron-H without attention that do not mix tokens
@@ -305,6 +326,7 @@ _REFUSED_ARGUMENTS = {
     "labels": "pass microbatch.labels, or remove them and use microbatch.loss(logits)",
     "cache": "remove it: training keeps no cache",
     "past_key_values": "remove them: training keeps no cache",  # the cache's name before transformers 5.24
+    "position_bias": "remove it: rings add no bias to scores",
     "pixel_values": "remove them: fetch gives images with their sequence",
     "pixel_values_videos": "remove them: fetch gives videos with their sequence",
 }
@@ -365,6 +387,13 @@ def _attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+# Those that rings compute with, or check, and those that change nothing in attention without a cache.
+_ATTENTION_KEYWORDS: Final = {
+    *("scaling", "dropout", "is_causal", "sliding_window", "s_aux", "softcap", "ring", KEYWORDS),
+    *("position_ids", "cache_position", "use_cache"),
+}
+
+
 def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Raise RunError for features that ring attention lacks."""
     is_causal = kwargs.get("is_causal")
@@ -376,6 +405,13 @@ def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[s
     for feature, found in refused.items():
         if found:
             raise RunError(f"{type(module).__name__} asks for {feature}, which a plan cannot follow")
+    known = {*_ATTENTION_KEYWORDS, *kwargs.get(KEYWORDS, ())}
+    for name, argument in kwargs.items():
+        if name not in known and argument is not None and argument is not False:
+            raise RunError(
+                f"{type(module).__name__} passes {name} to its attention, which rings would ignore; a plan can only be "
+                "followed without it"
+            )
     expected, window = _window_of(module), kwargs.get("sliding_window")
     if window != expected:
         raise RunError(

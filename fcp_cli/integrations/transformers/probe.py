@@ -47,6 +47,10 @@ _POSITIONS = (
 _OWN_ATTENTION = (
     "the {name} model does not attend through transformers' attention interface, so no ring can attend in its place"
 )
+_NO_ATTENTION = (
+    "the {name} model has no layer of attention, by whose calls a plan's steps are checked; a plan can only be "
+    "followed by models with at least one"
+)
 _NO_POSITIONS = (
     "the {name} model takes no position_ids, so on a shard of a sequence it would count from 0; a plan can only be "
     "followed by models that take them"
@@ -127,9 +131,10 @@ class _Probe:
             # The shard first: dynamic rotary frequencies do not shrink again after a longer input.
             of_shard = self._rows(ids[shard], positions[shard])
             of_whole = self._rows(ids, positions)[shard]
+            mixes = self._differ(self._rows(others, positions)[shard], of_whole)
             if not self._modules:
-                self._refuse(_OWN_ATTENTION)
-            if self._differ(self._rows(others, positions)[shard], of_whole):
+                self._refuse(_OWN_ATTENTION if mixes else _NO_ATTENTION)
+            if mixes:
                 self._refuse(_MIXES)
             if self._differ(of_shard, of_whole):
                 self._refuse(_POSITIONS)
