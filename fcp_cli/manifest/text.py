@@ -375,13 +375,14 @@ def _lines_between(
     if start > offset:  # a line that began earlier belongs to the preceding part
         stream.seek(start - 1)
         offset = start + len(next(bounded_lines(stream), b"")) - 1
-    packed = stored_bytes_read(stream) if is_compressed(file) else 0
+    is_packed = is_compressed(file)
+    packed = stored_bytes_read(stream) if is_packed else 0
     for number, line in enumerate(bounded_lines(stream), start=1):
         if (stop is not None and offset >= stop) or (end is not None and offset >= end):
             break
         content = line if end is None else line[: end - offset]
         done = len(content)
-        if is_compressed(file):
+        if is_packed:
             done = stored_bytes_read(stream) - packed
             packed += done
         if content.strip():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -24,6 +25,12 @@ from fcp_cli.util.words import counted
 _LEAST_BYTES_PER_SECOND = 20_000
 _LEAST_SECONDS = 10.0
 _PROBE = "a 1."
+# Normalizers and templates of a tokenizer may multiply a text without end; NFKC and byte-level units, at most by 36.
+_MOST_MEMORY_BYTES = 1 << 30
+_MEMORY_BYTES_PER_BYTE = 1 << 12
+_TOKENS_PER_CHARACTER = 64
+_SPECIAL_TOKENS = 4096
+_POLL_SECONDS = 0.02
 
 Result = TypeVar("Result")
 
@@ -80,13 +87,13 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = str(file.resolve())
-        # Some damage makes the library panic only here; in a batch, several of its threads would then hang.
+        # Some damage makes the library panic only here; with several texts, several of its threads would then hang.
         with _quiet_panics():
-            self._within(len(_PROBE), self._probe)
+            self._within([_PROBE], self._probe)
 
     def _probe(self) -> None:
         with suppress(Exception):  # the probe may be unknown; a panic is not an Exception
-            self._tokenizer.encode(_PROBE)
+            self._tokenizer.encode_batch_fast([_PROBE])
 
     @cached_property
     def vocab_size(self) -> int:
@@ -98,20 +105,32 @@ class FileTokenizer:
 
     def count(self, texts: Any) -> IntArray:
         read = [_text(text) for text in texts.cast(pa.large_binary()).to_pylist()]
-        encodings = self._within(sum(map(len, read)), lambda: self._tokenizer.encode_batch_fast(read))
+        with _quiet_panics():
+            encodings = self._encoded(read)
         counts = np.fromiter((len(encoding) for encoding in encodings), np.int64, len(encodings))
         # An empty text has no tokens, even if the post-processor adds special ones.
         return np.where(ByteTokenizer().count(texts) == 0, 0, counts)
 
     def encode(self, text: bytes) -> IntArray:
-        return np.asarray(self._tokenizer.encode(_text(text)).ids, np.int64)
+        return np.asarray(self._encoded([_text(text)])[0].ids, np.int64)
 
     def count_inside(self, text: str) -> int:
         """Count the tokens of part of a text, without special tokens."""
-        return len(self._tokenizer.encode(_text(utf8(text)), add_special_tokens=False))
+        with _quiet_panics():
+            return len(self._encoded([_text(utf8(text))], add_special_tokens=False)[0])
 
-    def _within(self, size: int, encode: Callable[[], Result]) -> Result:
-        """Run `encode` on `size` characters, with a timeout that no sound tokenizer reaches."""
+    def _encoded(self, texts: list[str], **options: bool) -> list[Any]:
+        """Encode texts; raise ManifestError if a text has more tokens than any sound tokenizer makes of it."""
+        # Only `encode_batch_fast` releases the GIL, without which no other thread could give up.
+        encodings: list[Any] = self._within(texts, lambda: self._tokenizer.encode_batch_fast(texts, **options))
+        for text, encoding in zip(texts, encodings, strict=True):
+            if len(encoding) > _TOKENS_PER_CHARACTER * len(text) + _SPECIAL_TOKENS:
+                raise self._cannot_encode(len(text), f"it makes {counted(len(encoding), 'token')} of it")
+        return encodings
+
+    def _within(self, texts: list[str], encode: Callable[[], Result]) -> Result:
+        """Run `encode`, with limits on time and memory that no sound tokenizer reaches."""
+        size = sum(map(len, texts))
         done: list[Result] = []
         failed: list[BaseException] = []
 
@@ -121,30 +140,56 @@ class FileTokenizer:
             except BaseException as error:  # a panic of the library is not an Exception
                 failed.append(error)
 
-        seconds = _LEAST_SECONDS + size / _LEAST_BYTES_PER_SECOND
+        seconds, memory = _LEAST_SECONDS + size / _LEAST_BYTES_PER_SECOND, _memory_bytes()
+        end = time.monotonic() + seconds
         worker = threading.Thread(target=run, name="fcp-tokenizer", daemon=True)  # may get stuck
+        why = f"it took more than {seconds:.1f} s"
         worker.start()
-        worker.join(seconds)
+        worker.join(_POLL_SECONDS)
+        while worker.is_alive() and time.monotonic() < end:
+            if _memory_bytes() - memory > _MOST_MEMORY_BYTES + _MEMORY_BYTES_PER_BYTE * size:
+                why = f"it took more than {_MOST_MEMORY_BYTES >> 30} GiB of memory"
+                break
+            worker.join(_POLL_SECONDS)
         if done:
             return done[0]
-        why = f"it took more than {seconds:.1f} s"
         if failed:
             why = f"it gives up with {(str(failed[0]).splitlines() or [type(failed[0]).__name__])[0]!r}"
+        raise self._cannot_encode(size, why)
+
+    def _cannot_encode(self, size: int, why: str) -> ManifestError:
         text = f"a text of {counted(size, 'character')}"
-        raise ManifestError(f"{self.name} cannot encode {text}: {why}; is it damaged?")
+        return ManifestError(f"{self.name} cannot encode {text}: {why}; is it damaged?")
+
+
+def _memory_bytes() -> int:
+    """Return the resident memory of this process, or 0 without /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
 def _quiet_panics() -> Iterator[None]:
-    """Hide what the library writes directly to file descriptor 2."""
-    kept = os.dup(2)
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+    """Hide what the library writes directly to file descriptor 2, if that is open."""
+    with _hiding:
+        try:
+            kept = os.dup(2)
+        except OSError:
+            yield
+            return
+        try:
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+_hiding = threading.Lock()  # a thread would keep what another one has hidden, for good
 
 
 def open_tokenizer(name: str) -> Tokenizer:

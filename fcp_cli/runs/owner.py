@@ -23,7 +23,7 @@ from typing import Final, Literal
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.runs.metrics_reader import summary_of
-from fcp_cli.runs.run_dir import RunPaths, from_here, read_state
+from fcp_cli.runs.run_dir import RunPaths, from_here, note_links, read_state, require_own_links
 from fcp_cli.util import processes
 from fcp_cli.util.files import write_text_atomically
 from fcp_cli.util.processes import ProcessIdentity, ProcessNumber
@@ -273,6 +273,8 @@ def own(
         announce: called with a line before a wait of several seconds.
     """
     made = _make(run_dir, must_be_new=must_be_new)
+    if node == 0:
+        require_own_links(run_dir)
     path = RunPaths(run_dir=run_dir).owner_of(node)
     owner, before = Owner.this_process(job), readable_owner(path)
     end = time.monotonic() + patience_seconds
@@ -294,6 +296,8 @@ def own(
             raise in_use(run_dir, other)
         time.sleep(_RETRY_SECONDS)
     _held[path.absolute()] = handle
+    if node == 0:
+        note_links(run_dir)
     if before is not None and before.ended is None:
         before = None
     taken = Ownership(run_dir=run_dir, is_new=bool(made), _path=path, _made=made, _before=before)

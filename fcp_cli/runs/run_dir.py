@@ -200,6 +200,51 @@ def followed_plan(run_dir: Path, launched: LaunchRecord) -> Path:
     return copy if copy.is_file() else Path(launched.plan)
 
 
+# Symbolic links in a run directory: a job appends and deletes where they lead, so they must be the user's.
+
+_LINKABLE = ("checkpoints", "metrics.jsonl", "logs", "model", "origin", "tensorboard")
+_LINKS = "links.json"
+
+
+def require_own_link(path: Path) -> None:
+    """Raise RunError if a path in a run directory links to files that the run did not write.
+
+    A run's links are in `links.json`: those that led to an empty folder or file when a job took the directory.
+    """
+    if not path.is_symlink():
+        return
+    target = str(path.readlink())
+    if _recorded_links(path.parent).get(path.name) == target or _is_empty(path):
+        return
+    problem = "has files that this run did not write" if path.exists() else "does not exist"
+    raise RunError(
+        f"{path} links to {target}, which {problem}; remove the link, or link to an empty folder, or add "
+        f"{json.dumps({path.name: target})} to {path.parent / _LINKS} if the files are this run's"
+    )
+
+
+def require_own_links(run_dir: Path) -> None:
+    """Raise RunError if any path in a run directory links to files that the run did not write."""
+    for name in _LINKABLE:
+        require_own_link(run_dir / name)
+
+
+def note_links(run_dir: Path) -> None:
+    """Record the links of a run directory, so that later starts follow them."""
+    found = {name: str((run_dir / name).readlink()) for name in _LINKABLE if (run_dir / name).is_symlink()}
+    if found and found != _recorded_links(run_dir):
+        write_text_atomically(run_dir / _LINKS, json.dumps(found, indent=2) + "\n")
+
+
+def _recorded_links(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / _LINKS
+    return read_object(path, error=RunError) if path.exists() else {}
+
+
+def _is_empty(path: Path) -> bool:
+    return not any(path.iterdir()) if path.is_dir() else path.is_file() and not path.stat().st_size
+
+
 # Records a run's inputs: the plan, its cost profile, and the installed versions.
 
 

@@ -47,6 +47,7 @@ from fcp_cli.runs.checkpoints import (
     sums_of,
     way_back,
 )
+from fcp_cli.runs.run_dir import require_own_link
 from fcp_cli.runtime import Session
 from fcp_cli.runtime.transport import gather_texts
 from fcp_cli.training.sharding import Shares
@@ -350,6 +351,7 @@ class CheckpointSaver:
         partial = self._folder / f".{final.name}{_PARTIAL}"
         try:
             if self._session.rank == 0:
+                require_own_link(self._folder)
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         except OSError as error:
@@ -383,6 +385,7 @@ class CheckpointSaver:
             for text in gathered
             for name, sums in decode_json(text).items()
         }
+        require_own_link(self._folder)
         try:
             _name_checkpoint(pending, files)
         except OSError as error:
@@ -496,6 +499,7 @@ def _cannot_write(path: Path, error: OSError) -> RunError:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove remains of a killed save. Called by one rank at the start of a run."""
+    require_own_link(folder)
     for leftover in folder.glob(f".{PREFIX}*{_PARTIAL}"):
         with suppress(OSError):
             shutil.rmtree(leftover)

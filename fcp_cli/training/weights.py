@@ -29,6 +29,7 @@ from fcp_cli.models.checkpoint_config import read_configuration
 from fcp_cli.models.model import load_model
 from fcp_cli.models.transformers_config import whole_config
 from fcp_cli.models.weights import INDEX, SINGLE, WeightFiles, opened_file
+from fcp_cli.runs.run_dir import require_own_link
 from fcp_cli.runtime.inject import transformers_models
 from fcp_cli.util.words import counted, nearest_words, short_count
 from fcp_cli.vision.families import FAMILIES
@@ -452,7 +453,10 @@ def export_model(
 @contextmanager
 def published_folder(folder: Path, *, rank: int, barrier: Callable[[], None]) -> Iterator[Path]:
     """Yield a folder for all ranks to write into, which replaces `folder` when the block ends on all ranks."""
-    partial = folder.with_name(f".{folder.name}.partial")
+    if rank == 0:
+        require_own_link(folder)
+    final = folder.resolve() if folder.is_symlink() else folder  # a run's own link stays
+    partial = final.with_name(f".{final.name}.partial")
     try:
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -461,8 +465,8 @@ def published_folder(folder: Path, *, rank: int, barrier: Callable[[], None]) ->
         yield partial
         barrier()  # all files must be complete before the rename
         if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
         barrier()
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error.strerror or error}") from error

@@ -22,10 +22,13 @@ LLVM code; the cache is numba's own, with other files. Tried with numba 0.59.1, 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import hashlib
 import inspect
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -38,6 +41,7 @@ from numba.core import cgutils, config, types
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
 from numba.core.errors import TypingError
 from numba.core.event import TimingListener, install_listener, trigger_event
@@ -47,6 +51,8 @@ from numba.core.sigutils import normalize_signature
 from numba.core.typeconv.castgraph import Conversion
 from numba.core.typing.templates import AttributeTemplate, infer_getattr, make_concrete_template
 from numba.extending import NativeValue, box, lower_cast, lower_getattr_generic, models, register_model, unbox
+
+from fcp_cli.util.console import note
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 SHIPPED: Final = Path(__file__).parents[1] / "_data" / "compiled"
@@ -106,6 +112,53 @@ def folder_of(function: Callable[..., Any]) -> Path:
     return next((parent for parent in folder.parents if parent.name == "compiled"), folder)
 
 
+_told_to_wait: list[str] = []  # one line per process, however many kernels it waits for
+_LONGEST_WAIT_SECONDS: Final = 300.0  # the other process may be stopped
+_POLL_SECONDS: Final = 0.1
+
+
+class CompileLock:
+    """Lock of a kernel's cache, so that one process of a machine compiles it and the others load the result.
+
+    It is an flock, which ends with its process. File systems without flock have no lock: every process compiles.
+    """
+
+    def __init__(self, path: Path, function: str) -> None:
+        self._path, self._function = path, function
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Wait until no other process holds the lock, but not forever."""
+        end = time.monotonic() + _LONGEST_WAIT_SECONDS
+        with suppress(OSError):
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            while not self._is_taken_now() and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+
+    def release(self) -> None:
+        """Let the next process have the lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _is_taken_now(self) -> bool:
+        assert self._descriptor is not None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not _told_to_wait:
+                _told_to_wait.append(self._function)
+                owner = os.pread(self._descriptor, 20, 0).decode("ascii", "replace") or "?"
+                note(
+                    f"process {owner} compiles {self._function} for this machine (a minute or two for the whole "
+                    f"planner, once); waiting for it, at most {_LONGEST_WAIT_SECONDS:.0f} s"
+                )
+            return False
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        return True
+
+
 class CacheFiles:
     """Cache files of a kernel, on this machine and in the wheel; replaces the file object of numba's cache.
 
@@ -121,6 +174,7 @@ class CacheFiles:
         stamp = package_stamp(folder_of(function))
         self.local: Any = IndexDataCacheFile(folder, filename_base, stamp)
         self._shipped: Any = IndexDataCacheFile(str(SHIPPED), filename_base, stamp)
+        self.lock = CompileLock(Path(folder) / f".{filename_base}.lock", function.__name__)
 
     def has_entries(self) -> bool:
         """Return whether any entry is for the processors that this process compiles for."""
@@ -132,6 +186,14 @@ class CacheFiles:
         return False
 
     def load(self, key: Any) -> Any:
+        """Return an entry, or None while holding the lock, to compile it: `Kernel.compile` releases it."""
+        found = self._kept(key)
+        if found is None:
+            self.lock.acquire()
+            found = self._kept(key)
+        return found
+
+    def _kept(self, key: Any) -> Any:
         for file in (self.local, self._shipped):
             with suppress(AttributeError, ImportError):
                 found = file.load(key)
@@ -193,8 +255,13 @@ class Kernel(CPUDispatcher):
         return by_reference(super().typeof_pyval(value))
 
     def compile(self, sig: Any) -> Any:
-        with trigger_event(_COMPILE, data={"dispatcher": self}):  # count linking as loading time, too
-            return super().compile(sig)
+        kept = getattr(self._cache, "_cache_file", None)
+        with global_compiler_lock, trigger_event(_COMPILE, data={"dispatcher": self}):  # linking is loading time, too
+            try:
+                return super().compile(sig)
+            finally:
+                if isinstance(kept, CacheFiles):
+                    kept.lock.release()
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Return the call template of a call from a compiled function; overrides numba's dispatcher."""

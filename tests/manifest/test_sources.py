@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -481,6 +482,54 @@ def test_a_tokenizer_that_does_not_end_is_left(tmp_path: Path, monkeypatch: pyte
             tokenizer.count(pa.array(["a"]))
     finally:
         never.set()
+
+
+def growing(file: Path, **fields: Any) -> FileTokenizer:
+    """A tokenizer of single characters, with a normalizer or post-processor that makes more of them."""
+    document = json.loads(write_tokenizer(file).read_text()) | {"post_processor": None, "pre_tokenizer": None}
+    document["model"] = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}
+    file.write_text(json.dumps(document | {"added_tokens": []} | fields))
+    return FileTokenizer(file)
+
+
+@pytest.mark.parametrize("limit", ["time", "memory"])
+@pytest.mark.parametrize("call", ["count", "encode", "count_inside"])
+def test_a_tokenizer_that_multiplies_a_text_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, call: str
+) -> None:
+    tenfold = {"type": "Replace", "pattern": {"String": "x"}, "content": "x" * 10}
+    tokenizer = growing(tmp_path / "t.json", normalizer={"type": "Sequence", "normalizers": [tenfold] * 7})
+    monkeypatch.setattr(tokenizer_module, "_LEAST_SECONDS", 0.1 if limit == "time" else 60.0)
+    monkeypatch.setattr(tokenizer_module, "_MOST_MEMORY_BYTES", 1 << (24 if limit == "memory" else 34))
+    text: Any = pa.array(["xx"]) if call == "count" else "xx" if call == "count_inside" else b"xx"
+    with pytest.raises(ManifestError, match=r"it took more than 0\.1 s" if limit == "time" else "GiB of memory"):
+        getattr(tokenizer, call)(text)
+
+
+def test_a_text_has_a_bounded_number_of_tokens(tmp_path: Path) -> None:
+    whole = {"Sequence": {"id": "A", "type_id": 0}}
+    template = {"type": "TemplateProcessing", "single": [whole] * 5000, "pair": [whole, whole], "special_tokens": {}}
+    tokenizer = growing(tmp_path / "t.json", post_processor=template)
+    with pytest.raises(ManifestError, match="cannot encode a text of 1 character: it makes 5,000 tokens of it"):
+        tokenizer.encode(b"x")
+
+
+def test_what_the_library_prints_when_it_panics_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class PanicError(BaseException):
+        pass
+
+    def panic(texts: list[str]) -> None:
+        os.write(2, b"thread '<unnamed>' panicked")
+        raise PanicError("no entry found")
+
+    tokenizer = FileTokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(tokenizer, "_tokenizer", SimpleNamespace(encode_batch_fast=panic))
+    with pytest.raises(ManifestError, match="it gives up with 'no entry found'"):
+        tokenizer.count(pa.array(["a"]))
+    os.write(2, b"seen")
+    assert capfd.readouterr().err == "seen"
 
 
 def test_a_file_name_that_is_not_text_is_named(tmp_path: Path) -> None:

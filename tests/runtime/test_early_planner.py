@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ import pytest
 
 from fcp_cli.runtime import planner_process as processes
 from fcp_cli.runtime.planner_process import planner_process, start_early
-from tests.patience import PATIENCE_SECONDS
+from fcp_cli.util.processes import ProcessIdentity
+from tests.patience import PATIENCE_SECONDS, wait_until
 
 
 @pytest.fixture
@@ -81,3 +85,44 @@ def test_an_early_planner_that_nobody_asks_loads_no_library_that_it_does_not_nee
     )
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "[] True\n", "")
+
+
+_RANK = """
+import os, sys, time
+from fcp_cli.runtime.planner_process import start_early, _waiting
+start_early({**os.environ, "RANK": "0"})
+print(_waiting[0].pid, flush=True)
+if os.fork():  # the child holds the pipe, like a worker of a data loader
+    os.close(1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.processes
+def test_a_planner_that_compiles_ends_as_soon_as_its_rank_is_killed(tmp_path: Path) -> None:
+    job = {
+        "FCP_PLAN": str(tmp_path / "plan.parquet"),
+        "FCP_PLANNING": str(tmp_path / "planning.json"),
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "NUMBA_CPU_NAME": "host",  # the wheel has no kernels for it
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", _RANK],
+        env={**os.environ, **job},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as rank:
+        try:
+            assert rank.stdout is not None
+            planner = ProcessIdentity.of(int(rank.stdout.readline()))
+            assert planner is not None
+            wait_until(lambda: any(tmp_path.rglob(".*.lock")))  # it compiles the first of many kernels
+            rank.kill()
+            killed = time.monotonic()
+            wait_until(lambda: not planner.is_running())
+            assert time.monotonic() - killed < 2.0
+            assert not any(tmp_path.rglob("timelines.schedule-*.nbi"))
+        finally:
+            os.killpg(rank.pid, signal.SIGKILL)

@@ -295,6 +295,19 @@ def test_a_kill_during_a_save_in_the_background_leaves_the_one_before(
     assert [path.name for path in tmp_path.iterdir()] == [before.name]
 
 
+@pytest.mark.parametrize("does", ["a start", "a save"])
+def test_nothing_is_removed_or_written_where_a_strange_link_leads(tmp_path: Path, does: str) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / ".step-00000001.partial").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "others")
+    with pytest.raises(RunError, match="this run did not write"):
+        if does == "a start":
+            remove_leftovers(tmp_path / "checkpoints")
+        else:
+            save(tmp_path / "checkpoints", make(0).state, step=1)
+    assert [path.name for path in (tmp_path / "others").iterdir()] == [".step-00000001.partial"]
+
+
 def test_the_next_save_waits_for_the_last(tmp_path: Path, slow_disk: threading.Event) -> None:
     state, saving = make(0).state, saver(tmp_path, in_background=True)
     saving.save(replace(HEADER, step=1), state)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fcp_cli.errors import RunError
 from fcp_cli.models.weights import find_weights, has_weights
+from fcp_cli.runs.run_dir import note_links
 from fcp_cli.training.weights import build_model, export_model, load_weights, match_weights, unexpected_weights
 from tests.messages import raises
 from tests.runtime.launch import torchrun
@@ -220,3 +221,18 @@ def test_a_kill_while_writing_leaves_the_export_before(tmp_path: Path, monkeypat
     assert_same(reloaded(tmp_path / "model"), first)
     export(second, tmp_path / "model")
     assert_same(reloaded(tmp_path / "model"), second)
+
+
+def test_an_export_follows_a_link_of_the_run_and_no_other(tmp_path: Path) -> None:
+    run, theirs = tmp_path / "run", tmp_path / "scratch" / "theirs"
+    run.mkdir()
+    theirs.mkdir(parents=True)
+    (run / "model").symlink_to(theirs)
+    model = built("qwen3-tiny", seed=1)
+    export(model, run / "model")
+    assert_same(reloaded(theirs), model)
+    with pytest.raises(RunError, match="this run did not write"):
+        export(model, run / "model")
+    note_links(run)
+    export(model, run / "model")
+    assert (run / "model").is_symlink()

@@ -8,12 +8,22 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from fcp_cli.errors import FcpError
 from fcp_cli.manifest.read import read_manifest
+from fcp_cli.manifest.text import json_lines
 from fcp_cli.util import inputs
-from fcp_cli.util.inputs import MOST_LIST_BYTES, bounded_lines, cached_by_file, open_input, read_records, read_text
+from fcp_cli.util.inputs import (
+    MOST_LIST_BYTES,
+    bounded_lines,
+    cached_by_file,
+    open_input,
+    open_records,
+    read_records,
+    read_text,
+)
 from tests.cli.planning_folder import fcp
 
 
@@ -137,3 +147,26 @@ def test_a_cached_file_is_read_again_after_it_changed(tmp_path: Path) -> None:
     path.write_text("two", encoding="utf-8")
     os.utime(path, ns=(0, 0))
     assert cached(path) == "two"
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_blank_lines_without_end_are_refused_at_the_first_of_many(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"blank.jsonl{suffix}"
+    with pa.output_stream(path) as stream:  # compresses by the suffix of the name
+        stream.write(b'{"length": 1}\n' + b"\n" * 200_000)
+    lines = json_lines(path)
+    assert next(lines).content == b'{"length": 1}\n'
+    with pytest.raises(FcpError, match="100,000 blank lines end at line 100002; it is not a file of records"):
+        next(lines)
+
+
+def test_a_small_file_unpacks_to_a_bounded_multiple_of_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "_UNPACKED_BYTES", 1 << 16)
+    path = tmp_path / "lengths.jsonl.zst"
+    with pa.output_stream(path) as stream:
+        stream.write(b"1\n" * 4_000_000)
+    assert path.stat().st_size < 1000
+    with open_records(path) as stream, pytest.raises(OSError, match="unpacks to more than 1,100 times its size"):
+        stream.read()

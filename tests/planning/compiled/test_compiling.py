@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from fcp_cli.util import compiling
 from fcp_cli.util.compiling import is_kept, kernel, package_stamp, timed_loading
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -218,3 +220,38 @@ def test_compiled_and_interpreted_planners_make_the_same_plan_to_the_last_bit() 
         return run.stdout
 
     assert printed() == printed(NUMBA_DISABLE_JIT="1")
+
+
+def test_a_process_waits_for_another_that_compiles_the_same_kernel_and_loads_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "_told_to_wait", [])
+    made = doubling(tmp_path, monkeypatch)
+    made(4)
+    cache = Path(made.stats.cache_path)
+    (lock,) = cache.glob(".doubling.double-*.lock")
+    assert lock.read_text() == str(os.getpid())
+    index = next(cache.glob("*.nbi"))
+    index.rename(tmp_path / "index")
+    waiting = doubling(tmp_path, monkeypatch)
+    with lock.open() as held, ThreadPoolExecutor() as pool:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        found = pool.submit(waiting, 4)
+        wait_until(lambda: bool(compiling._told_to_wait))
+        assert not found.done()
+        (tmp_path / "index").rename(index)
+        fcntl.flock(held, fcntl.LOCK_UN)
+        assert found.result(PATIENCE_SECONDS) == 8
+    assert f"process {os.getpid()} compiles double for this machine" in " ".join(capsys.readouterr().err.split())
+    assert (sum(waiting.stats.cache_hits.values()), sum(waiting.stats.cache_misses.values())) == (1, 0)
+
+
+def test_a_process_that_is_stopped_while_it_compiles_holds_up_others_only_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_LONGEST_WAIT_SECONDS", 0.1)
+    doubled = doubling(tmp_path, monkeypatch)
+    Path(doubled.stats.cache_path).mkdir(exist_ok=True)
+    with doubled._cache._cache_file.lock._path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert doubled(4) == 8
