@@ -626,6 +626,27 @@ class RemainingSteps:
     overlong: OverlongReport
 
 
+class SampledBatches(GlobalBatches):
+    """Some of a plan's global batches, for strategies that tune themselves on the batches they plan.
+
+    The longest sequence is that of the whole plan, which a strategy must hold.
+    """
+
+    def __init__(self, batches: GlobalBatches, steps: Sequence[int]) -> None:
+        vars(self).update(vars(batches))
+        self._batches, self._steps = batches, steps
+
+    @property
+    def longest_tokens(self) -> int:
+        return self._batches.longest_tokens
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def batch(self, step: int) -> Batch:
+        return self._batches.batch(self._steps[step])
+
+
 class RemainingBatches(GlobalBatches):
     """Global batches of `remaining`; `batch(0)` is the first untrained one.
 

@@ -19,7 +19,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.setup import held_tokens
 from fcp_cli.plan.summary import PlanSummary
 from fcp_cli.planning.assemble import StuckError, assemble, step_bound_seconds
-from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.batches import BatchSettings, GlobalBatches, SampledBatches
 from fcp_cli.planning.padded import Padded
 from fcp_cli.planning.problem import Assignment, Batch, PricedStep, Problem, StepPricer
 from fcp_cli.planning.settings import PlanInputs
@@ -196,8 +196,8 @@ def _attempt(
 ) -> Outcome | str:
     """Return the outcome of a strategy under one recipe, or why it has none."""
     try:
-        batches = replace(inputs, problem=problem).batches()
-        return _run(name, batches, [problem.sync], steps=steps, milp_seconds=milp_seconds)[problem.sync]
+        batches = SampledBatches(replace(inputs, problem=problem).batches(), steps)
+        return _run(name, batches, [problem.sync], milp_seconds=milp_seconds)[problem.sync]
     except (PlanError, PluginError) as error:
         return str(error)
 
@@ -216,8 +216,8 @@ def encoder_placements(inputs: PlanInputs, steps: Sequence[int]) -> Iterator[Con
     if problem.encoder_ranks is not None:
         placements[f"fcp, {problem.encoder_ranks} encode"] = problem
     for name, placed in placements.items():
-        batches = replace(inputs, problem=placed).batches()
-        yield Contender(name=name, outcomes=_run(DEFAULT, batches, ["microbatch"], steps=steps))
+        batches = SampledBatches(replace(inputs, problem=placed).batches(), steps)
+        yield Contender(name=name, outcomes=_run(DEFAULT, batches, ["microbatch"]))
 
 
 def _run(
@@ -225,18 +225,17 @@ def _run(
     batches: GlobalBatches,
     syncs: Sequence[Sync],
     *,
-    steps: Sequence[int] | None = None,
     milp_seconds: float | None = None,
     on_step: Callable[[str], None] | None = None,
 ) -> dict[Sync, Outcome]:
-    """Plan batches, all or `steps`, under the first of `syncs`, and price the micro-batches under each of them."""
+    """Plan all batches under the first of `syncs`, and price the same micro-batches under each of them."""
     started = time.perf_counter()
     options = {"milp_seconds": milp_seconds} if "milp_seconds" in strategy(name).options else {}
     solver = make_solver(name, batches, **options)
     setup_seconds = time.perf_counter() - started
     tallies = {sync: _Tally(replace(batches.problem, sync=sync)) for sync in syncs}
     planning_seconds = []
-    for batch in batches if steps is None else map(batches.batch, steps):
+    for batch in batches:
         started = time.perf_counter()
         answer = solver.price(batch) if isinstance(solver, StepPricer) else solver.assign(batch)
         planning_seconds.append(time.perf_counter() - started)
