@@ -69,3 +69,12 @@ class Interrupted(FcpError):
     """The user pressed Ctrl-C; the message names the kept files and how to continue."""
 
     exit_status = 130
+
+
+def refuse_missing_thread(failure: BaseException) -> None:
+    """Raise FcpError if an error of a library means that no thread could be started, which is no fault of the input."""
+    if any(words in str(failure) for words in ("can't start new thread", "Resource temporarily unavailable")):
+        raise FcpError(
+            "cannot start a thread: this user or container has as many processes as its limit allows (ulimit -u, "
+            "pids.max); end some, or raise the limit"
+        ) from failure

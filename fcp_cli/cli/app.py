@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +34,8 @@ from fcp_cli.cli.report import report
 from fcp_cli.cli.selftest import selftest
 from fcp_cli.cli.verify import verify
 from fcp_cli.cli.watch import watch
-from fcp_cli.errors import FcpError
-from fcp_cli.util.console import note, print_error, settle_terminal_size, verbosity
+from fcp_cli.errors import FcpError, UsageError, refuse_missing_thread
+from fcp_cli.util.console import note, open_closed_streams, print_error, settle_terminal_size, verbosity
 from fcp_cli.util.plugins import pip_install_module
 from fcp_cli.util.words import first_line
 
@@ -95,11 +97,31 @@ def root(
         context.default_map = read_config(context.obj.path, context.command)
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # a byte of an argument that is not UTF-8
+
+
+def _require_text(arguments: Sequence[str]) -> None:
+    """Raise UsageError if an argument is not UTF-8: plans and run folders record names as text."""
+    if word := next((word for word in arguments if not word.isascii() and _SURROGATE.search(word)), None):
+        raise UsageError(f"the argument {word!a} is not UTF-8 text; rename the file or folder")
+
+
 def main() -> None:
     """Run `fcp`; an FcpError becomes one line on stderr and its exit status."""
+    open_closed_streams()
     settle_terminal_size(os.environ)
+    stdout = sys.stdout
     try:
-        app()
+        _require_text(sys.argv)
+        try:
+            app()
+        except RuntimeError as error:
+            refuse_missing_thread(error)
+            raise
+    except SystemExit:
+        if sys.stdout is not stdout:  # click replaces it if the reader of the pipe is gone, and ends with status 1
+            sys.exit(141)
+        raise
     except FcpError as error:
         print_error(str(error))
         sys.exit(error.exit_status)
@@ -112,9 +134,6 @@ def main() -> None:
     except MemoryError as error:
         print_error(f"not enough memory: {first_line(error)}; the input states or holds too much for this machine")
         sys.exit(1)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of the pipe is gone
-        sys.exit(141)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             if error.filename is None:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fcp_cli.errors import ManifestError
+from fcp_cli.errors import ManifestError, refuse_missing_thread
 from fcp_cli.util.arrays import IntArray
 from fcp_cli.util.plugins import pip_install
 from fcp_cli.util.words import counted
@@ -154,6 +154,7 @@ class FileTokenizer:
         if done:
             return done[0]
         if failed:
+            refuse_missing_thread(failed[0])
             why = f"it gives up with {(str(failed[0]).splitlines() or [type(failed[0]).__name__])[0]!r}"
         raise self._cannot_encode(size, why)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -50,6 +51,21 @@ def results() -> Console:
             raise
 
     return Results(quiet=verbosity.level < 0, highlight=False)
+
+
+def open_closed_streams() -> None:
+    """Open standard streams that are closed (`>&-`) on the null device.
+
+    Python sets them to None, and the first file that is opened would get their number and what others print.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def settle_terminal_size(environment: MutableMapping[str, str]) -> None:

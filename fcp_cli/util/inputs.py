@@ -71,7 +71,10 @@ def head_of(name: str, most_bytes: int) -> bytes:
 
 def require_input(path: Path, *, seekable: bool = False, most_bytes: int | None = None) -> None:
     """Check that `open_input` would accept a path, for libraries that open files by name."""
-    status = path.stat()
+    try:
+        status = path.stat()
+    except ValueError as error:  # a name with NUL or a lone surrogate
+        raise OSError(errno.EINVAL, first_sentence(error), str(path)) from error
     is_pipe = stat.S_ISFIFO(status.st_mode)
     if is_pipe and seekable:
         raise OSError(errno.ESPIPE, "it is a pipe, and this format is not read in order; save it as a file", str(path))

@@ -17,6 +17,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fcp_cli.errors import refuse_missing_thread
 from fcp_cli.util.inputs import decode_json, require_input
 from fcp_cli.util.remote import RemotePath
 from fcp_cli.util.words import first_sentence
@@ -85,7 +86,12 @@ def footer_document(pairs: Mapping[bytes, bytes] | None) -> Any:
 
 
 def reason_of(failure: BaseException) -> str:
-    """Return a short reason why a file could not be read."""
+    """Return a short reason why a file could not be read.
+
+    Raises:
+        FcpError: no thread could be started, for which the file is not at fault.
+    """
+    refuse_missing_thread(failure)
     if isinstance(failure, UnicodeError):
         return "a name in it, or its own, is not UTF-8"
     return "it states more than fits into memory" if isinstance(failure, MemoryError) else first_sentence(failure)

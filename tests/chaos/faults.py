@@ -340,6 +340,37 @@ def _stalls_the_network(scene: Scene) -> None:
     scene.resume("--plan", "nodes.parquet", "--nodes", "1")
 
 
+def _links_elsewhere(scene: Scene) -> None:
+    """The folder of checkpoints becomes a link to another's before the run is resumed."""
+    _killed_after_a_checkpoint(scene)
+    name = scene.draw.choice(("checkpoints", "logs"))
+    others = scene.folder / "others"
+    shutil.copytree(scene.run_dir / name, others)
+    (others / "kept").touch()
+    before = sorted(others.rglob("*"))
+    place = scene.run_dir / name
+    place.rename(scene.folder / "own")
+    place.symlink_to(others)
+    scene.see_refused(rf"{name} links to \S+, which has files that this run did not write", *_RESUMED)
+    if sorted(others.rglob("*")) != before:
+        scene.broken(f"files were written or removed in {others}")
+    place.unlink()
+    (scene.folder / "own").rename(place)
+    scene.resume()
+
+
+def _spoils_the_export(scene: Scene) -> None:
+    """A file lies where the model is exported to, after the last step."""
+    scene.run_dir.mkdir()
+    (scene.run_dir / "model").write_text("in the way", encoding="utf-8")
+    job = scene.launch(*_NEW)
+    scene.strike("a file in place of model/")
+    scene.see_end(job, wanted=r"cannot write \S*model")
+    if job.newest() != STEPS:
+        scene.broken(f"the newest checkpoint is of step {job.newest()}, not {STEPS}")
+    scene.resume()
+
+
 def _killed_after_a_checkpoint(scene: Scene) -> None:
     job = scene.launch(*_NEW)
     step = scene.draw.randrange(EVERY, STEPS - 2)
@@ -374,4 +405,6 @@ KINDS: dict[str, Callable[[Scene], None]] = {
     "damaged-checkpoint": _damages_a_checkpoint,
     "other-ranks": _resumes_on_other_ranks,
     "network": _stalls_the_network,
+    "strange-link": _links_elsewhere,
+    "spoilt-export": _spoils_the_export,
 }

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.fuzz import model_kinds, option_kinds, planning_kinds, run_kinds, source_kinds, training_kinds
+from tests.fuzz import growth_kinds, model_kinds, option_kinds, planning_kinds, run_kinds, source_kinds, training_kinds
 from tests.fuzz.folder import SeedFolder
 from tests.fuzz.judgement import judged
 from tests.fuzz.kind import Input, Kind
@@ -22,6 +22,7 @@ KINDS: dict[str, Kind] = {
     **run_kinds.KINDS,
     **model_kinds.KINDS,
     **source_kinds.KINDS,
+    **growth_kinds.KINDS,
     **training_kinds.KINDS,
     **option_kinds.KINDS,
 }

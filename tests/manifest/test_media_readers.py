@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.errors import ManifestError
 from fcp_cli.manifest.detect import detect_kind
 from fcp_cli.manifest.media import image_size, video_size
 from fcp_cli.manifest.tokens import open_media
@@ -214,6 +215,13 @@ def test_a_video_that_cannot_be_read_is_named(content: bytes | None, message: st
         (tmp_path / "v.mp4").write_bytes(content)
     with raises(message):
         counted(source)
+
+
+@pytest.mark.parametrize("size_of", [image_size, video_size])
+@pytest.mark.parametrize("name", ["a\0b.mp4", "\ud800.mp4"])
+def test_a_name_that_no_file_can_have_is_one_line(size_of: Any, name: str, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"embedded null|surrogates not allowed"):
+        size_of(tmp_path / name, "row 1")
 
 
 def test_without_a_reader_of_videos_the_columns_that_help_are_named(

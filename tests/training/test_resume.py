@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,31 @@ def broken(folder: Path) -> Path:
     return folder / "broken"
 
 
+listening: set[str] = set()  # of the job of `killed`, while it ran
+
+
+def listening_addresses(pids: list[int]) -> set[str]:
+    """Return the addresses, as the kernel writes them, on which processes listen."""
+    held = set()
+    for pid in pids:
+        with suppress(OSError):
+            held.update(str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir())
+    rows = [
+        line.split()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(table).read_text(encoding="ascii").splitlines()[1:]
+    ]
+    return {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held}
+
+
 @pytest.fixture(scope="module")
 def killed(folder: Path, broken: Path) -> Ended:
     """One rank is killed outright, two steps after the checkpoint of step 5, or a little later."""
     every = ("--checkpoint-every", "5", "--keep", str(LONG_STEPS))
     words = (*SETTINGS, *every, "--plan", "long.parquet", "--run-dir", str(broken))
-    with launched(*words, folder=folder, environment={**os.environ, **shared()}) as (_, read_to):
+    with launched(*words, folder=folder, environment={**os.environ, **shared()}) as (job, read_to):
         read_to("step 7/")
+        listening.update(listening_addresses([job.pid, *processes.descendants(job.pid), *ranks_in(folder)]))
         (rank_2,) = (pid for pid in ranks_in(folder) if is_rank(pid, 2))
         os.kill(rank_2, signal.SIGKILL)
         return read_to(None)
@@ -289,6 +307,10 @@ def test_a_run_goes_on_with_its_optimizer_shared_out_where_none_was(folder: Path
     assert ended.returncode == 0, ended.stderr
     assert_same_trajectory(steps_of(folder / "shared"), steps_of(straight)[:5])
     assert read_header(folder / "shared" / "checkpoints" / "step-00000005").sharding == "sharded"
+
+
+def test_a_job_on_one_machine_listens_on_loopback_alone(killed: Ended) -> None:
+    assert listening == {"0100007F"}
 
 
 def test_an_export_that_fails_loses_no_checkpoint(folder: Path) -> None:
