@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: chaos demo fast fuzz test lock test-bounds test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-stores test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean
+.PHONY: chaos demo fast fuzz test lock test-bounds test-cuda-build test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-stores test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -144,6 +144,21 @@ $(STORES_STAMP): pyproject.toml constraints.txt
 
 test-stores: $(STORES_STAMP)
 	$(STORES_VENV)/bin/python -m pytest -m stores tests/manifest --durations=20
+
+# What the runtime calls of PyTorch's CUDA builds, without a GPU: schemas, fake tensors, Triton's kernels as machine code. Prints
+# what docs/research/without-a-gpu.md shows. Each build is some 3 GB of downloads in an environment of its own.
+CUDA_TORCHES     := 2.14.1 2.11.0
+cuda_2.14.1_with := flash-attn-4==4.0.0b36
+
+.venv-cuda-%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(@D)/bin/python -m pip install --quiet torch==$* $(cuda_$*_with) --editable . --group dev
+	touch $@
+
+test-cuda-build: $(CUDA_TORCHES:%=.venv-cuda-%/.installed)
+	set -e; for release in $(CUDA_TORCHES); do \
+		.venv-cuda-$$release/bin/python -m pytest -m cuda_build tests/runtime/test_cuda_build.py; done
 
 # Training loops of other projects under a plan. DeepSpeed builds no kernels: CPU ranks need none. By uv, since pip takes hours
 # to find releases that all of them allow.

@@ -48,7 +48,7 @@ _LOOK_UPS = ("platform", "ctypes.util")
 _IMPLY_PROCESSES = ("distributed", "browser", "mindspore", "loops", "slurm", "stores")
 _IMPLY_TORCH = ("torch", "hf", "megatron", "loops")
 # Markers of tests that only run where `-m` names them: each has a target of its own in the Makefile.
-_OPT_IN = ("full", "loops", "slurm", "stores")
+_OPT_IN = ("cuda_build", "full", "loops", "slurm", "stores")
 
 # Where hypothesis keeps the settings of a test; without it all examples are tried.
 _ASKED = "_hypothesis_internal_use_settings"

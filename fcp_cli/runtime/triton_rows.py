@@ -4,13 +4,13 @@ Every kernel reads and writes each byte once. A program handles one row or a par
 itself, so no gather or scatter is needed around it. Positions are distinct, so programs never write the same row and
 results are deterministic.
 
+Arguments of kernels have no annotations but Triton's own, since Triton compiles these, too, and refuses other names.
+
 Strides and addresses of log-sum-exps are not specialized, as Triton does by default: they vary with the lengths of a
 pack, and Triton would compile a kernel again in the middle of a ring.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -24,18 +24,18 @@ _OF_LSE = ("lse_row", "lse_head", "part_lse_row", "part_lse_head")
 
 @triton.jit(do_not_specialize=_OF_LSE, do_not_specialize_on_alignment=("lse", "part_lse"))  # type: ignore[untyped-decorator]
 def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    source: Any,
-    into: Any,
-    also: Any,
-    lse: Any,
-    part: Any,
-    part_lse: Any,
-    positions: Any,
-    lse_row: Any,
-    lse_head: Any,
-    part_lse_row: Any,
-    part_lse_head: Any,
-    heads: Any,
+    source,
+    into,
+    also,
+    lse,
+    part,
+    part_lse,
+    positions,
+    lse_row,
+    lse_head,
+    part_lse_row,
+    part_lse_head,
+    heads,
     HEAD_DIM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
@@ -108,12 +108,12 @@ def merge_rows(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    source: Any,
-    into: Any,
-    also: Any,
-    share: Any,
-    positions: Any,
-    width: Any,
+    source,
+    into,
+    also,
+    share,
+    positions,
+    width,
     BLOCK: tl.constexpr,
     HAS_ALSO: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
@@ -154,12 +154,12 @@ def add_rows(source: Tensor, into: Tensor, also: Tensor | None, positions: Tenso
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_pair_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    total: Any,
-    first: Any,
-    second: Any,
-    positions: Any,
-    half_stride: Any,
-    width: Any,
+    total,
+    first,
+    second,
+    positions,
+    half_stride,
+    width,
     BLOCK: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
 ):
@@ -201,25 +201,25 @@ def add_pair_rows(total: Tensor, positions: Tensor | None, first: Tensor, second
 
 @triton.jit(do_not_specialize=(*_OF_LSE[:2], "rows"), do_not_specialize_on_alignment=("lse",))  # type: ignore[untyped-decorator]
 def _take_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    first: Any,
-    second: Any,
-    third: Any,
-    lse: Any,
-    first_taken: Any,
-    second_taken: Any,
-    third_taken: Any,
-    lse_taken: Any,
-    positions: Any,
-    first_row: Any,
-    first_head: Any,
-    second_row: Any,
-    second_head: Any,
-    third_row: Any,
-    third_head: Any,
-    lse_row: Any,
-    lse_head: Any,
-    rows: Any,
-    heads: Any,
+    first,
+    second,
+    third,
+    lse,
+    first_taken,
+    second_taken,
+    third_taken,
+    lse_taken,
+    positions,
+    first_row,
+    first_head,
+    second_row,
+    second_head,
+    third_row,
+    third_head,
+    lse_row,
+    lse_head,
+    rows,
+    heads,
     HEAD_DIM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,

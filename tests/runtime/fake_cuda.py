@@ -18,10 +18,14 @@ import pytest
 import torch
 import torch.nn.attention
 from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fcp_cli.runtime.kernels import select
+from fcp_cli.runtime.kernels.available import kernels_of
 from fcp_cli.runtime.kernels.cudnn import CudnnOperators, aten_operators
 from fcp_cli.runtime.kernels.dense import DenseKernel
-from fcp_cli.runtime.layout import Segments
+from fcp_cli.runtime.layout import Segments, shard_layout
 
 _NONE = torch.empty(0)
 _Library: Any = torch.library.Library  # its methods are untyped
@@ -243,6 +247,50 @@ def registered(flash: FakeFlash | None, cudnn: FakeCudnn | None) -> Iterator[Non
         yield
     finally:
         library._destroy()
+
+
+@contextmanager
+def without_a_card(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """A CUDA device of fake tensors: a CUDA build's own schemas and meta kernels check every call, and nothing runs."""
+    compared = select._error
+
+    def error(*args: Any) -> str | None:
+        try:
+            return compared(*args)
+        except fake_tensor.DataDependentOutputException:  # the end of a test call, where numbers are compared
+            return None
+
+    library = _Library("aten", "IMPL", "Meta")
+    for name, shapes in (("_cudnn_attention_forward", _packed_shapes), ("_cudnn_attention_backward", _grad_shapes)):
+        # PyTorch 2.14 has no meta kernels of the packed form; the schema checks its calls all the same.
+        if hasattr(torch.ops.aten, name) and not torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"aten::{name}", "Meta"
+        ):
+            library.impl(name, shapes, "Meta")
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        patch.setattr(fake_tensor, "init_gpu_context", lambda _: None)
+        patch.setattr(FakeTensorMode, "avoid_device_init", True)
+        patch.setattr(Tensor, "pin_memory", lambda tensor, *_: tensor)
+        patch.setattr(select, "_error", error)
+        kernels_of.cache_clear()
+        shard_layout.cache_clear()  # layouts keep the tensors that were made for them
+        yield
+    library._destroy()
+    kernels_of.cache_clear()
+    shard_layout.cache_clear()
+
+
+def _packed_shapes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any, **options: Any) -> tuple[Any, ...]:
+    cu_q, cu_k, max_q, max_k, *_ = rest
+    lse = q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
+    seed = q.new_empty((), dtype=torch.int64)
+    return q.new_empty(*q.shape[:2], v.shape[2]), lse, cu_q, cu_k, max_q, max_k, seed, seed, q.new_empty(0)
+
+
+def _grad_shapes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 _FA3_FORWARD = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,6 +175,18 @@ def test_the_triton_sums_are_those_of_torch(
     for tensor, wanted in zip(found, expected, strict=True):
         # The interpreter cuts bf16 off where GPUs round.
         torch.testing.assert_close(tensor, wanted, rtol=1e-2 if tensor.dtype == torch.bfloat16 else 0.0, atol=0.0)
+
+
+def test_no_argument_of_a_triton_kernel_has_an_annotation_that_triton_would_refuse() -> None:
+    """It compiles annotations, too, and takes no global names but its own; its interpreter takes any."""
+    source = Path(operators.__file__).with_name("triton_rows.py").read_text(encoding="utf-8")
+    kernels = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    ]
+    annotations = [ast.unparse(one.annotation) for kernel in kernels for one in kernel.args.args if one.annotation]
+    assert len(kernels) == 4 and set(annotations) == {"tl.constexpr"}
 
 
 def test_the_triton_gather_takes_the_rows(interpreted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
