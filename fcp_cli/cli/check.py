@@ -28,21 +28,40 @@ def check(
 ) -> None:
     """Check a plan: order, coverage, token budget, times, bounds, hash.
 
+    Lower bounds are proven again if this fcp made the plan. With the manifest, also the batches of its seed.
+
     Exit status 0 if the plan is sound, else 1.
     """
     from fcp_cli.plan.check import check_plan
     from fcp_cli.plan.file import PlanReader
     from fcp_cli.planning.batches import planned_manifest
+    from fcp_cli.planning.proving import MOST_PROVEN, prove_again, unproven
 
     metadata = PlanReader(plan).metadata
     table = planned_manifest(metadata, manifest, length_column=length_column) if manifest else None
     findings = list(islice(check_plan(plan, manifest=table), _MOST_SHOWN))
+    why_unproven = "" if findings else unproven(metadata, table)
+    if not findings:
+        findings = list(islice(prove_again(plan, table, bounds=not why_unproven), _MOST_SHOWN))
     if json:
         shown = [{"step": f.step, "order": f.order, "message": f.message} for f in findings]
-        print_json({"plan": str(plan), "plan_hash": metadata.plan_hash, "sound": not findings, "findings": shown})
+        print_json(
+            {
+                "plan": str(plan),
+                "plan_hash": metadata.plan_hash,
+                "sound": not findings,
+                "findings": shown,
+                "bounds_not_proven_again": why_unproven or None,
+            }
+        )
     for finding in findings if not json else ():
         print_result(f"{plan}: {finding}")
     if findings:
         raise typer.Exit(1)
-    if not json:
-        print_result(f"{plan} is sound: {counted(metadata.steps, 'step')}, hash {metadata.plan_hash[:16]}")
+    if json:
+        return
+    if why_unproven:
+        print_result(f"{plan}: bounds not proven again: {why_unproven}")
+    proven = "bounds" if metadata.steps <= MOST_PROVEN else f"bounds of {MOST_PROVEN} steps"
+    last = "" if why_unproven else f", {proven} proven again"
+    print_result(f"{plan} is sound: {counted(metadata.steps, 'step')}, hash {metadata.plan_hash[:16]}{last}")

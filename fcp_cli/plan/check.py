@@ -19,6 +19,7 @@ from fcp_cli.plan.pricing import priced_times, step_prices
 from fcp_cli.plan.rings import BrokenRule, PeerCount, check_layout, check_ranks, first_of, row_of_rank
 from fcp_cli.plan.setup import Prices
 from fcp_cli.plan.step import RingGroup, StepPlan
+from fcp_cli.util.parquet import numpy_of
 from fcp_cli.util.words import counted
 
 _TOLERANCE = 1e-6  # relative, of predicted seconds
@@ -43,6 +44,7 @@ def check_plan(path: Path, *, manifest: LengthTable | None = None) -> Iterator[B
         yield BrokenRule(message=f"{manifest.name} is not the manifest {metadata.manifest.name} that it was made from")
         manifest = None
     yield from _check_devices(metadata, profile)
+    yield from _check_budget(metadata, profile)
     order_findings = list(_check_order(reader))
     yield from order_findings
     if order_findings:
@@ -71,8 +73,12 @@ def _check_groups(groups: set[RingGroup], metadata: PlanMetadata) -> Iterator[Br
     if len(groups) != metadata.distinct_groups:
         stated = metadata.distinct_groups
         yield BrokenRule(message=f"it has {len(groups)} distinct groups of degree > 1, its metadata states {stated}")
-    if groups and metadata.solver_options.get("max_degree") == 1:
-        yield BrokenRule(message=f"it has {counted(len(groups), 'ring')}, its metadata states that it has none")
+    largest = max((len(group.ranks) for group in groups), default=1)
+    found = {"max_degree": (largest, "ranks in a ring"), "max_groups": (len(groups), "distinct groups")}
+    for name, (most, noun) in found.items():
+        limit = metadata.solver_options.get(name)
+        if isinstance(limit, int) and most > limit:
+            yield BrokenRule(message=f"it has {most} {noun}, its metadata states at most {limit} ({name})")
     yield from _check_peers(groups, metadata)
 
 
@@ -135,13 +141,27 @@ def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Bro
             yield BrokenRule(message=f"{key} is {planned}, but its times are from a cost profile for {priced}")
 
 
+def _check_budget(metadata: PlanMetadata, profile: CostProfile) -> Iterator[BrokenRule]:
+    """Check the token budget against the memory of the cost profile, if it has any."""
+    state, capacity = profile.memory.model_state_bytes / 1e9, profile.memory.capacity_bytes / 1e9
+    tokens = profile.memory.tokens_per_rank()
+    if 0 < capacity <= state:
+        yield BrokenRule(message=f"the model takes {state:.3g} of the {capacity:.3g} GB that its cost profile states")
+    elif tokens is not None:
+        # With as-needed recomputation, the memory block is of the first level, which keeps most.
+        most = max([tokens, *(level.tokens for level in profile.recompute_levels)])
+        if metadata.tokens_per_rank > most:
+            stated = f"its token budget is {metadata.tokens_per_rank:,}"
+            yield BrokenRule(message=f"{stated}, but a rank of its cost profile holds {most:,}")
+
+
 def _check_order(reader: PlanReader) -> Iterator[BrokenRule]:
     """Check that rows ascend by (step, order) without gaps, and that list sizes and step totals are consistent."""
     last_step, last_order = reader.metadata.first_step - 1, -1
     totals: tuple[float, float] | None = None  # of the last row
     for table in reader.tables():
-        step = table.column("step").to_numpy()
-        order = table.column("order").to_numpy()
+        step = numpy_of(table.column("step"))
+        order = numpy_of(table.column("order"))
         before_step = np.concatenate(([last_step], step[:-1]))
         before_order = np.concatenate(([last_order], order[:-1]))
         follows = (step == before_step) & (order == before_order + 1)
@@ -157,7 +177,7 @@ def _check_order(reader: PlanReader) -> Iterator[BrokenRule]:
             )
             return
         for name, before in zip(("step_seconds", "step_bound_seconds"), totals or (np.nan, np.nan), strict=True):
-            values = table.column(name).to_numpy()
+            values = numpy_of(table.column(name))
             differs = follows & ~(values == np.concatenate(([before], values[:-1])))
             for row in np.flatnonzero(differs)[:1].tolist():
                 yield BrokenRule(step=int(step[row]), order=int(order[row]), message=f"{name} is not that of its step")

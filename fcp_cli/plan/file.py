@@ -25,7 +25,7 @@ from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.files import replaced_atomically
 from fcp_cli.util.inputs import DamagedError
 from fcp_cli.util.kinds import another_kind
-from fcp_cli.util.parquet import FAILURES, open_parquet, parquet_writer, reason_of
+from fcp_cli.util.parquet import FAILURES, numpy_of, open_parquet, parquet_writer, reason_of
 from fcp_cli.util.records import content_hash_of
 from fcp_cli.util.words import counted
 
@@ -90,7 +90,7 @@ class PlanReader:
         for table in self.tables(first):
             table = table if held is None else pa.concat_tables([held, table])
             # The last step of a row group may continue in the next (foreign writers split anywhere): hold it back.
-            steps = table.column("step").to_numpy()
+            steps = numpy_of(table.column("step"))
             last_start = int((steps != steps[-1]).sum())
             held = table.slice(last_start)
             yield from (found for found in stored_steps(table.slice(0, last_start), *limits) if found[0].step >= first)
@@ -103,8 +103,8 @@ class PlanReader:
             table = self._without_nulls(self._file.read(columns=["step", "step_seconds"]))
         except FAILURES as error:
             raise PlanError(f"{self.path} is damaged ({reason_of(error)})") from error
-        steps, rows = np.unique(table.column("step").to_numpy(), return_index=True)
-        seconds = table.column("step_seconds").to_numpy()[rows]
+        steps, rows = np.unique(numpy_of(table.column("step")), return_index=True)
+        seconds = numpy_of(table.column("step_seconds"))[rows]
         wrong = broken_seconds(seconds)
         if wrong.any():
             found = f"step {steps[first_of(wrong)]}: step_seconds is {seconds[first_of(wrong)]}"
@@ -294,7 +294,7 @@ def _lists(offsets: Any, values: Any, column: str) -> pa.ListArray:
 def steps_from_arrow(table: pa.Table) -> Iterator[StepPlan]:
     """Yield the steps of a table of whole steps, with rows ordered by (step, order)."""
     table = table.combine_chunks()
-    steps = table.column("step").to_numpy()
+    steps = numpy_of(table.column("step"))
     if not len(steps):
         return
     starts = np.flatnonzero(np.concatenate(([True], steps[1:] != steps[:-1])))
@@ -304,15 +304,15 @@ def steps_from_arrow(table: pa.Table) -> Iterator[StepPlan]:
 
 def _step_from_rows(step: int, rows: pa.Table) -> StepPlan:
     def scalars(name: str) -> Any:
-        return rows.column(name).to_numpy()
+        return numpy_of(rows.column(name))
 
     def lists(name: str) -> tuple[Any, Any]:
         column = rows.column(name).combine_chunks()
         if isinstance(column, pa.ChunkedArray):
             column = column.chunk(0)
         # A slice keeps the offsets of the whole array, whose values `flatten` drops.
-        offsets = column.offsets.to_numpy().astype(np.int64)
-        return offsets - offsets[0], column.flatten().to_numpy()
+        offsets = numpy_of(column.offsets).astype(np.int64)
+        return offsets - offsets[0], numpy_of(column.flatten())
 
     rank_offsets, ranks = lists("ranks")
     sequence_offsets, sequences = lists("sequences")
@@ -348,7 +348,7 @@ def stored_steps(table: pa.Table, num_ranks: int, rows: int) -> Iterator[tuple[S
         table: the columns of a plan, without nulls and with whole steps only.
         num_ranks, rows: ranks of the job and rows of the manifest, the bounds of a step's indices.
     """
-    order = table.column("order").to_numpy()
+    order = numpy_of(table.column("order"))
     unpaired = list_sizes(table, "sequences") != list_sizes(table, "lengths")
     start = 0
     for step in steps_from_arrow(table):
@@ -391,7 +391,7 @@ def broken_seconds(values: FloatArray) -> npt.NDArray[np.bool_]:
 
 def list_sizes(table: pa.Table, column: str) -> npt.NDArray[np.int64]:
     """Return [rows] the length of each list of a column."""
-    return np.asarray(pc.list_value_length(table.column(column)).to_numpy(), dtype=np.int64)
+    return np.asarray(numpy_of(pc.list_value_length(table.column(column))), dtype=np.int64)
 
 
 def _broken_rows(step: StepPlan, order: npt.NDArray[np.int32], unpaired: npt.NDArray[np.bool_]) -> BrokenRule | None:

@@ -28,7 +28,7 @@ from fcp_cli.util.arrays import IntArray
 from fcp_cli.util.inputs import kind_of, read_json, require_input
 from fcp_cli.util.masks import MaskKind, MaskRows
 from fcp_cli.util.options import MOST_ROWS
-from fcp_cli.util.parquet import FOOTER_KEY, footer_document
+from fcp_cli.util.parquet import FOOTER_KEY, footer_document, numpy_of
 from fcp_cli.util.validation import Count, NonNegativeCount, Positive, validated
 from fcp_cli.util.words import first_sentence
 
@@ -375,12 +375,12 @@ class PlanHasher:
         """Hash the next rows."""
         for batch in rows.to_batches() if isinstance(rows, pa.Table) else (rows,):
             for name, dtype in self._scalars_of(batch):
-                self._feed(name, batch.column(name).to_numpy(zero_copy_only=False), dtype)
+                self._feed(name, numpy_of(batch.column(name)), dtype)
             for name, dtype in _LISTS.items():
                 column = batch.column(name)
                 # Sizes instead of offsets: offsets depend on where a row group begins.
-                self._feed(f"{name}.length", np.diff(column.offsets.to_numpy()), "<i4")
-                self._feed(f"{name}.values", column.flatten().to_numpy(zero_copy_only=False), dtype)
+                self._feed(f"{name}.length", np.diff(numpy_of(column.offsets)), "<i4")
+                self._feed(f"{name}.values", numpy_of(column.flatten()), dtype)
 
     def _scalars_of(self, batch: pa.RecordBatch) -> list[tuple[str, str]]:
         scalars = list(_SCALARS.items())

@@ -79,6 +79,22 @@ class BatchSettings:
     mixture: Mixture | None = None
 
 
+def settings_of(metadata: PlanMetadata) -> BatchSettings:
+    """Return the batch settings of a plan."""
+    return BatchSettings(
+        global_batch_size=metadata.global_batch_size,
+        seed=metadata.seed,
+        shuffle=metadata.shuffle,
+        epochs=metadata.epochs,
+        last_batch=metadata.last_batch,
+        max_length=metadata.overlong.max_length,
+        overlong=metadata.overlong.policy,
+        step_limit=metadata.step_limit,
+        batching=metadata.batching,
+        mixture=metadata.mixture,
+    )
+
+
 class GlobalBatches:
     """The global batches of a plan: `batch(step)` makes one of them, iteration makes all in order.
 
@@ -170,6 +186,10 @@ class GlobalBatches:
         """Make the global batch of a step, counted from 0."""
         rows, sequences = self._sequences(step)
         return batch_of(sequences, self.problem, step=step, rows=rows, seed=step_seed(self.settings.seed, step))
+
+    def rows_of(self, step: int) -> IntArray:
+        """Return the manifest rows of a step, counted from 0."""
+        return self._sequences(step)[0]
 
     def _sequences(self, step: int) -> tuple[IntArray, LengthTable]:
         """Return the manifest rows of a step, and a table of their lengths."""

@@ -21,7 +21,7 @@ from fcp_cli.models.model import known_model
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import Continuation, Mixture, PlanMetadata, pack_rows, refitted, unpack_rows
 from fcp_cli.plan.setup import PlanSetup, RankShape, Speeds, named_speeds, speeds_text
-from fcp_cli.planning.batches import BatchSettings, RemainingSteps, read_mixture
+from fcp_cli.planning.batches import RemainingSteps, read_mixture, settings_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.recipe import on_devices, room_text
@@ -199,22 +199,6 @@ def _trained_before(reader: PlanReader, first_step: int) -> np.ndarray[tuple[int
             break
         trained[step.sequences] = True
     return trained
-
-
-def settings_of(metadata: PlanMetadata) -> BatchSettings:
-    """Return the batch settings of a plan."""
-    return BatchSettings(
-        global_batch_size=metadata.global_batch_size,
-        seed=metadata.seed,
-        shuffle=metadata.shuffle,
-        epochs=metadata.epochs,
-        last_batch=metadata.last_batch,
-        max_length=metadata.overlong.max_length,
-        overlong=metadata.overlong.policy,
-        step_limit=metadata.step_limit,
-        batching=metadata.batching,
-        mixture=metadata.mixture,
-    )
 
 
 def continued_mixture(metadata: PlanMetadata, first_step: int, rows: int) -> Continuation:

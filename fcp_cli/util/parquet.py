@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -53,6 +55,15 @@ def open_footer(path: Path) -> Any:
 def _by_ranges(path: Path) -> Any:
     """Return an input for pyarrow; for remote objects, one that fetches only requested ranges."""
     return path.open("rb", 0) if isinstance(path, RemotePath) else path
+
+
+def numpy_of(column: Any) -> npt.NDArray[Any]:
+    """Return [rows] a view of an Arrow column of numbers without nulls; Arrow's own conversions import pandas."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    if not len(array):
+        return np.empty(0, dtype)
+    return np.frombuffer(array.buffers()[1], dtype, count=len(array), offset=array.offset * dtype.itemsize)
 
 
 def footer_size(end: bytes) -> int:

@@ -17,8 +17,8 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_plan
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import pack_rows, unpack_rows
-from fcp_cli.planning.batches import BatchSettings
-from fcp_cli.planning.continuation import remaining_steps, resolve_continuation, settings_of
+from fcp_cli.planning.batches import BatchSettings, settings_of
+from fcp_cli.planning.continuation import remaining_steps, resolve_continuation
 from fcp_cli.planning.encoder_balance import set_aside
 from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.options import PlanRequest

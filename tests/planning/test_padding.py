@@ -17,8 +17,8 @@ from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.pricing import crosses_nodes
 from fcp_cli.plan.step import StepPlan
-from fcp_cli.planning.batches import BatchSettings
-from fcp_cli.planning.continuation import remaining_steps, settings_of
+from fcp_cli.planning.batches import BatchSettings, settings_of
+from fcp_cli.planning.continuation import remaining_steps
 from fcp_cli.planning.make_plan import make_plan, plan_step
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem, problem_of
