@@ -76,6 +76,17 @@ def break_even_tokens(profile: CostProfile) -> float | None:
     return _reached_by_attention(profile.coefficients, per_token=profile.coefficients.linear_seconds_per_token)
 
 
+def host_bound_tokens(profile: CostProfile) -> float | None:
+    """Return the tokens of one sequence on one rank below which its device waits for its host, or None."""
+    c = profile.coefficients
+    waits = c.host_microbatch_seconds - c.microbatch_seconds
+    if waits <= 0.0:
+        return None
+    if not c.attention_seconds_per_token2 + c.window_seconds_per_token2:
+        return waits / c.linear_seconds_per_token
+    return _reached_by_attention(c, per_token=-c.linear_seconds_per_token, fixed=waits)
+
+
 def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0.0) -> float | None:
     """Return the length from which attention takes at least `per_token` L + `fixed` seconds, or None.
 
