@@ -274,7 +274,7 @@ def _write(found: CostProfile, output: Path) -> None:
 
 
 def _explained(loaded: CostProfile, lengths: list[int], degrees: list[int]) -> dict[str, Any]:
-    from fcp_cli.cost.explain import break_even_tokens, example_lengths, figures_of, seconds_table
+    from fcp_cli.cost.explain import break_even_tokens, example_lengths, figures_of, host_bound_tokens, seconds_table
 
     lengths = lengths or example_lengths(loaded)
     return {
@@ -285,6 +285,7 @@ def _explained(loaded: CostProfile, lengths: list[int], degrees: list[int]) -> d
             path: {"value": value, "meaning": meaning} for path, (value, meaning) in figures_of(loaded).items()
         },
         "break_even_tokens": break_even_tokens(loaded),
+        "host_bound_tokens": host_bound_tokens(loaded),
         "tokens_per_rank": loaded.memory.tokens_per_rank(),
         "degrees": degrees,
         "seconds": {

@@ -29,6 +29,11 @@ MEANINGS = {
     "halo_message_seconds": "fixed cost of one message of a halo, forward and backward, all layers with windows",
     "last_hop_bytes_per_token": "of alpha3, dK/dV on their way home, hidden by nothing",
     "last_hop_seconds": "messages of a ring in addition to its hops",
+    "host_microbatch_seconds": "the host's clock: to issue a micro-batch without messages; a pack takes the longer one",
+    "host_hop_seconds": "the host's clock: to issue one hop, forward and backward, all layers",
+    "host_last_hop_seconds": "the host's clock: to issue a ring's messages in addition to its hops",
+    "host_halo_message_seconds": "the host's clock: to issue one message of a halo, all layers with windows",
+    "host_exchange_seconds": "the host's clock: to issue the messages to one rank that shares the heads",
     "query_heads": "query heads of a device",
     "key_value_heads": "key/value heads of a device",
     "exchange_bytes_per_token": "queries, outputs and their gradients, where ranks exchange tokens for heads",
@@ -69,6 +74,17 @@ def figures_of(profile: CostProfile) -> dict[str, tuple[float, str]]:
 def break_even_tokens(profile: CostProfile) -> float | None:
     """Return the length at which attention takes as long as linear work, or None."""
     return _reached_by_attention(profile.coefficients, per_token=profile.coefficients.linear_seconds_per_token)
+
+
+def host_bound_tokens(profile: CostProfile) -> float | None:
+    """Return the tokens of one sequence on one rank below which its device waits for its host, or None."""
+    c = profile.coefficients
+    waits = c.host_microbatch_seconds - c.microbatch_seconds
+    if waits <= 0.0:
+        return None
+    if not c.attention_seconds_per_token2 + c.window_seconds_per_token2:
+        return waits / c.linear_seconds_per_token
+    return _reached_by_attention(c, per_token=-c.linear_seconds_per_token, fixed=waits)
 
 
 def _reached_by_attention(c: Coefficients, *, per_token: float, fixed: float = 0.0) -> float | None:

@@ -5,8 +5,11 @@ With A = sum (1 + eta) length^2 / d, T = tokens / d and hops = r - 1 (d - 1 in a
     seconds = beta1 + alpha2 T + v P + max(alpha1 A, (1 - s) ring) + s ring + exchange
     ring    = r T hops + beta2 hops,    r = alpha3 / bandwidth (one r per tier)
 
-with s = 0 by default (attention may hide the whole ring), and s = `exposed_ring_share` if that predicts held-out
-samples better. P = patches / d is the vision encoder's work; the prior converts pairs of patches to patches. Window
+If the prior prices the host, a sample takes the larger of that and of its host's seconds: those of a micro-batch, which
+short samples determine, and the prior's for messages.
+
+s is 0 by default (attention may hide the whole ring), and `exposed_ring_share` if that predicts held-out samples
+better. P = patches / d is the vision encoder's work; the prior converts pairs of patches to patches. Window
 attention with a halo exchange is outside the maximum, with a price proportional to alpha1 as in the prior, and halos
 use the ring's bandwidth. Ulysses exchanges keep the prior's prices; `heads_fitting` fits those.
 
@@ -184,6 +187,8 @@ class _Terms:
     hops: FloatArray
     intra: FloatArray  # 1 if the sample has a ring inside a node
     inter: FloatArray
+    messages: FloatArray  # the host's seconds by the prior
+    has_host: bool  # whether the prior prices it
     seconds: FloatArray
 
     @classmethod
@@ -208,8 +213,12 @@ class _Terms:
             messages = formula.halo_messages(terms.sets, work.shortest_tokens, prices.reach)
             exchanges = exchanges + rings * c.halo_message_seconds * messages
             halo = c.halo_bytes_per_token / unit * work.halo_tokens.astype(np.float64)
+        else:
+            messages = np.zeros_like(degree)
         moved = rings * terms.ring
         return cls(
+            messages=formula.host_seconds(messages, terms, prices) - c.host_microbatch_seconds,
+            has_host=c.host_microbatch_seconds > 0.0,
             attention=squares / degree,
             windows=windowed / degree,
             chunks=terms.chunk * tokens,
@@ -234,8 +243,9 @@ class _Terms:
         return self.intra if name == "intra_node" else self.inter
 
     def seconds_of(self, parameters: FloatArray, tiers: Sequence[str]) -> FloatArray:
-        """Predict [samples] seconds; parameters = [alpha1, alpha2, beta1, v?, beta2?, r per tier, s?]."""
-        columns = self.columns
+        """Predict [samples] seconds; parameters = [alpha1, alpha2, beta1, v?, beta2?, r per tier, s?, host?]."""
+        columns, host = self.columns, parameters[-1]
+        parameters = parameters[:-1] if self.has_host else parameters
         at = columns.shape[1]
         attention = parameters[0] * (self.attention - self.windows) + self.chunks
         unhidden = parameters[0] * self.windows + self.exchanges
@@ -248,7 +258,8 @@ class _Terms:
         if len(parameters) > at + 1 + len(tiers):
             share = parameters[-1]
         parts = PackParts(columns[:, 1:] @ parameters[1:at] + unhidden, attention, ring - share * ring, share * ring)
-        return np.asarray(formula.overlapped_seconds(parts))
+        on_device = np.asarray(formula.overlapped_seconds(parts))
+        return np.maximum(on_device, host + self.messages) if self.has_host else on_device
 
 
 def _ring_unit(c: Coefficients) -> float:
@@ -327,7 +338,11 @@ def _starts(terms: _Terms, tiers: Sequence[str], prior: CostProfile, *, with_sha
     share = [_START_SHARE] if with_share else []
     # A ring 10 or 100 times as slow outlasts attention, which puts the start on the ring's side of the maximum.
     scales = (1.0, 10.0, 100.0) if tiers else (1.0,)
-    return [np.concatenate([np.maximum(solution, floor), scale * np.array(ring), share]) for scale in scales]
+    # The host starts on both sides of its maximum, too: as the prior says, and as long as the shortest sample.
+    least = float((terms.seconds - terms.messages).min())
+    hosts = [[host] for host in (c.host_microbatch_seconds, least) if host > 0.0] if terms.has_host else [[]]
+    fixed = np.maximum(solution, floor)
+    return [np.concatenate([fixed, scale * np.array(ring), share, host]) for host in hosts for scale in scales]
 
 
 def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple[FloatArray, float]:
@@ -335,15 +350,18 @@ def _robust_fit(terms: _Terms, tiers: Sequence[str], start: FloatArray) -> tuple
     at = terms.columns.shape[1]
     ring = slice(at, at + 1 + len(tiers)) if tiers else slice(at, at)
 
+    host = slice(len(start) - terms.has_host, len(start))
+
     def residuals(parameters: FloatArray) -> FloatArray:
         error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
-        return np.concatenate([error, PRIOR_WEIGHT * (parameters[ring] / start[ring] - 1.0)])
+        held = np.append(parameters[ring] / start[ring], parameters[host] / start[host]) - 1.0
+        return np.concatenate([error, PRIOR_WEIGHT * held])
 
     lower, upper = np.zeros(len(start)), np.full(len(start), np.inf)
     # Bounds are multiples of the start. Ring parameters stay above zero, since a bandwidth is the inverse of one. The
     # exposed share, if fitted, is the last parameter and at most 1.
     lower[ring] = 1e-3
-    upper[ring.stop :] = 1.0 / _START_SHARE
+    upper[ring.stop : host.start] = 1.0 / _START_SHARE
     parameters = robust_least_squares(residuals, start, (lower * start, upper * start))
     error = terms.seconds_of(parameters, tiers) / terms.seconds - 1.0
     # The solver's soft-L1 loss without the prior's term, so that starts compare by the samples alone.
@@ -367,6 +385,7 @@ def _with_parameters(
         window_seconds_per_token2=windowed if c.window_seconds_per_token2 else 0.0,
         linear_seconds_per_token=alpha2,
         microbatch_seconds=beta1,
+        host_microbatch_seconds=rest.pop() if c.host_microbatch_seconds else 0.0,
     )
     if sees_patches:
         per_patch = rest.pop(0)

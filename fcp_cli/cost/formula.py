@@ -36,6 +36,10 @@ class UnitPrices(NamedTuple):
         exchange_message: latency of the exchange per other rank.
         again: [3, 2] slope per token of a rank and seconds to subtract, for each line of as-needed recomputation; its
             time is the maximum of the lines and 0.
+        host: seconds in which the host issues a micro-batch without messages; 0: not priced.
+        host_hop, host_home: host seconds per ring hop, and more per ring: its last hop.
+        host_exchange: host seconds of the Ulysses exchange per other rank.
+        host_halo: host seconds per halo message.
     """
 
     beta: float
@@ -53,6 +57,11 @@ class UnitPrices(NamedTuple):
     key_value_exchange: FloatArray
     exchange_message: float
     again: FloatArray
+    host: float
+    host_hop: float
+    host_home: float
+    host_exchange: float
+    host_halo: float
 
 
 class GroupTerms(NamedTuple):
@@ -65,6 +74,7 @@ class GroupTerms(NamedTuple):
         exchange, messages: Ulysses exchange.
         halo: seconds per token of a halo.
         sets: ring degree, the number of Ulysses groups.
+        host: seconds in which the host issues a micro-batch, without halos.
     """
 
     chunk: Number
@@ -76,6 +86,7 @@ class GroupTerms(NamedTuple):
     messages: Number
     halo: Number
     sets: Number
+    host: Number
 
 
 class PackParts(NamedTuple):
@@ -122,6 +133,10 @@ def group_terms(
         prices.exchange_message * (heads_degree - 1.0),
         prices.halo[crosses_nodes] * copies * hops / degree,
         sets,
+        prices.host
+        + prices.host_hop * hops
+        + prices.host_home * has_ring
+        + prices.host_exchange * (heads_degree - 1.0),
     )
 
 
@@ -192,3 +207,14 @@ def halo_seconds(halo_tokens: Number, messages: Number, terms: GroupTerms, price
         prices: unit prices of the profile.
     """
     return terms.halo * halo_tokens + prices.halo_message * messages
+
+
+def host_seconds(messages: Number, terms: GroupTerms, prices: UnitPrices) -> Number:
+    """Return the seconds in which the host issues a pack; a pack takes the longer of these and its device's seconds.
+
+    Args:
+        messages: number of halo messages; see `halo_messages`.
+        terms: terms of the group.
+        prices: unit prices of the profile.
+    """
+    return terms.host + prices.host_halo * messages

@@ -8,6 +8,15 @@ exposed   = s (ring - home) + home,     s = exposed_ring_share
 exchange  = (q + c k) * tokens / d * (u - 1) / u / (share bandwidth) + exchange_seconds * (u - 1)
 T         = microbatch_seconds + linear + max(attention, ring - exposed) + exposed + exchange
 
+This is the clock of a device. A profile with host_microbatch_seconds has a second one, the host's, which issues the
+operations and messages of a pack whatever its length. A pack takes max(T, H), with
+
+H         = host_microbatch_seconds + host_hop_seconds * (r - 1) + host_exchange_seconds * (u - 1)
+            + (host_last_hop_seconds if r > 1) + host_halo_message_seconds * m
+
+It is the upper side: hosts run some ten layers ahead, so a short pack behind a long one is partly hidden. Tensor
+parallelism divides T but not H, pipeline stages divide both.
+
 A sequence of L tokens has pairs = L^2 - max(L - w, 0)^2 within windows of w tokens, in the units of alpha1. If the
 profile has halo_bytes_per_token b, rings only carry the layers without windows, and layers with windows add
 
@@ -250,6 +259,11 @@ def unit_prices(profile: CostProfile) -> UnitPrices:
         key_value_exchange=key_value_exchange,
         exchange_message=0.0 if heads is None else heads.exchange_seconds,
         again=recomputation_lines(profile.priced_levels),
+        host=c.host_microbatch_seconds,
+        host_hop=c.host_hop_seconds,
+        host_home=c.host_last_hop_seconds,
+        host_exchange=0.0 if heads is None else heads.host_exchange_seconds,
+        host_halo=c.host_halo_message_seconds,
     )
 
 
@@ -289,7 +303,7 @@ def pack_parts(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **pla
 
 
 def group_seconds(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **place: npt.ArrayLike) -> FloatArray:
-    """Predict the seconds of packs on groups; all arguments broadcast.
+    """Predict the seconds of packs on groups, the longer of both clocks; all arguments broadcast.
 
     Args:
         profile: coefficients and bandwidths.
@@ -297,12 +311,25 @@ def group_seconds(profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **
         degree: ranks of the group, >= 1.
         place: `crosses_nodes`, `heads_degree` and `sets_cross_nodes`; see `group_terms`.
     """
+    return np.maximum(*clocks(profile, work, degree=degree, **place))
+
+
+def clocks(
+    profile: CostProfile, work: Work, *, degree: npt.ArrayLike, **place: npt.ArrayLike
+) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of packs on their devices, and those in which their hosts issue them (0: not priced).
+
+    Arguments as in `group_seconds`.
+    """
+    terms, messages = group_terms(profile, degree=degree, **place), 0.0
     seconds = formula.overlapped_seconds(pack_parts(profile, work, degree=degree, **place))
     if profile.priced_levels:
         seconds = seconds + recomputation_seconds(profile, work.tokens, degree=degree)
     if work.windows is not None:
-        seconds = seconds + halo_seconds(profile, work.windows, group_terms(profile, degree=degree, **place))
-    return np.asarray(seconds, dtype=np.float64)
+        seconds = seconds + halo_seconds(profile, work.windows, terms)
+        messages = formula.halo_messages(terms.sets, work.windows.shortest_tokens, reach_tokens(profile.coefficients))
+    host = formula.host_seconds(messages, terms, unit_prices(profile))
+    return np.asarray(seconds, dtype=np.float64), np.asarray(host, dtype=np.float64)
 
 
 def recomputation_seconds(profile: CostProfile, tokens: npt.ArrayLike, *, degree: npt.ArrayLike) -> FloatArray:

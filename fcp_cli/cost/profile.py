@@ -35,10 +35,12 @@ Sync = Literal["iteration", "microbatch"]
 # Least token prices that do not vanish next to fixed seconds in float64; a thousandth of the fastest devices' prices.
 _LEAST_PER_TOKEN: Final = 1e-12
 _LEAST_PER_TOKEN2: Final = 1e-16
-# Coefficients that are omitted from the file if 0.
+# Figures that are omitted from the file if 0.
 ONLY_WHERE_GIVEN: Final = (
     *("chunk_seconds_per_token", "last_hop_bytes_per_token", "last_hop_seconds"),
     *("window_seconds_per_token2", "window_tokens", "halo_bytes_per_token", "halo_message_seconds"),
+    *("host_microbatch_seconds", "host_hop_seconds", "host_last_hop_seconds", "host_halo_message_seconds"),
+    "host_exchange_seconds",
 )
 Overhead = Annotated[float, Meta(ge=0, le=1e4, description="a non-negative number")]
 
@@ -62,6 +64,11 @@ class Coefficients:
     halo_message_seconds: Overhead = 0.0  # per halo message, forward and backward, all such layers
     last_hop_bytes_per_token: NonNegative = 0.0  # part of alpha3: dK/dV returning to their owner, never hidden
     last_hop_seconds: Overhead = 0.0  # per ring, on top of its hops: extra messages of dK/dV compared with K/V
+    # The host's clock: seconds to issue the operations of a micro-batch, and the messages of its ring and halos.
+    host_microbatch_seconds: Overhead = 0.0
+    host_hop_seconds: Overhead = 0.0
+    host_last_hop_seconds: Overhead = 0.0
+    host_halo_message_seconds: Overhead = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +81,7 @@ class Heads:
         key_value_exchange_bytes_per_token: bytes of keys and values and of their gradients.
         exchange_seconds: latency per other rank of the Ulysses group, all layers.
         bandwidth_share: bandwidth of exchanges relative to rings, including the copies before and after.
+        host_exchange_seconds: host seconds per other rank of the Ulysses group, all layers.
     """
 
     query_heads: Count
@@ -82,6 +90,7 @@ class Heads:
     key_value_exchange_bytes_per_token: NonNegative
     exchange_seconds: Overhead = 0.0
     bandwidth_share: Positive = 1.0
+    host_exchange_seconds: Overhead = 0.0
 
     def degrees(self, most: int) -> tuple[int, ...]:
         """Return the Ulysses degrees from 2 to `most` that split the query heads evenly along key/value heads.
@@ -351,7 +360,7 @@ def dump_cost_profile(profile: CostProfile) -> str:
     if profile.step != StepTerms():
         document["step"] = {name: value for name, value in asdict(profile.step).items() if value}
     if profile.heads is not None:
-        document["heads"] = asdict(profile.heads)
+        document["heads"] = _without_zeros(asdict(profile.heads))
         if profile.heads.bandwidth_share == 1.0:
             del document["heads"]["bandwidth_share"]
     if profile.recipe is not None:
@@ -373,10 +382,11 @@ def _costs(prices: Coefficients, bandwidth: Bandwidth, *, with_share: bool) -> d
     coefficients = fields_of(Coefficients, prices)
     if not with_share:
         del coefficients["exposed_ring_share"]
-    for name in ONLY_WHERE_GIVEN:
-        if not coefficients[name]:
-            del coefficients[name]
-    return {"coefficients": coefficients, "bandwidth_bytes_per_second": fields_of(Bandwidth, bandwidth)}
+    return {"coefficients": _without_zeros(coefficients), "bandwidth_bytes_per_second": fields_of(Bandwidth, bandwidth)}
+
+
+def _without_zeros(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if value or name not in ONLY_WHERE_GIVEN}
 
 
 class _Inline(dict[str, Any]):

@@ -65,6 +65,8 @@ class ClusterSpec:
         attention_efficiency: fraction of peak reached by any kernel, instead of `attention`.
         intra_node_bytes_per_second, inter_node_bytes_per_second: unidirectional point-to-point bandwidth in a ring.
         message_seconds: fixed cost of a message between ring neighbours, per layer and direction.
+        host_message_seconds: host time to issue such a message and what a hop adds to a layer; then hosts have a clock
+            of their own. None: `message_seconds` contains it, and `operation_seconds` are added to the device's.
         microbatch_seconds: fixed cost of a forward and backward pass of any model; None: use `operation_seconds`.
         operation_seconds: host time to launch an operation; `profiling.computed.host` counts operations.
         links_per_node: network links shared by a node's devices, each with `inter_node_bytes_per_second`; None:
@@ -83,6 +85,7 @@ class ClusterSpec:
     intra_node_bytes_per_second: Positive
     inter_node_bytes_per_second: Positive
     message_seconds: NonNegative = 0.0
+    host_message_seconds: NonNegative | None = None
     microbatch_seconds: NonNegative | None = None
     operation_seconds: NonNegative | None = None
     links_per_node: RankCount | None = None

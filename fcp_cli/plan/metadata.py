@@ -696,13 +696,22 @@ def refitted(profile: CostProfile, refit: ScheduledRefit | None) -> CostProfile:
     bandwidth, heads = profile.bandwidth, profile.heads
     return replace(
         profile,
-        heads=heads and replace(heads, exchange_seconds=heads.exchange_seconds * by.ring),
+        heads=heads
+        and replace(
+            heads,
+            exchange_seconds=heads.exchange_seconds * by.ring,
+            host_exchange_seconds=heads.host_exchange_seconds * by.microbatch,
+        ),
         recompute_levels=tuple(
             replace(level, seconds_per_token=level.seconds_per_token * by.linear) for level in profile.recompute_levels
         ),
         coefficients=replace(
             c,
             microbatch_seconds=c.microbatch_seconds * by.microbatch,
+            host_microbatch_seconds=c.host_microbatch_seconds * by.microbatch,
+            host_hop_seconds=c.host_hop_seconds * by.microbatch,
+            host_last_hop_seconds=c.host_last_hop_seconds * by.microbatch,
+            host_halo_message_seconds=c.host_halo_message_seconds * by.microbatch,
             linear_seconds_per_token=c.linear_seconds_per_token * by.linear,
             attention_seconds_per_token2=c.attention_seconds_per_token2 * by.attention,
             window_seconds_per_token2=c.window_seconds_per_token2 * by.attention,

@@ -5,6 +5,7 @@ Simple bounds are proven here, tighter ones in `compiled.certificate`, `compiled
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,14 +13,16 @@ import numpy as np
 from fcp_cli.cost.model import Work, recomputation_seconds
 from fcp_cli.plan.setup import Pipeline, Speeds
 from fcp_cli.planning.compiled.certificate import alone_by_degree, area_bound, least_alone, longest_alone
+from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
 from fcp_cli.planning.compiled.wave_bounds import dealt_bound, waves_bound
-from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, shared_tokens
+from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, repriced, shared_tokens
 from fcp_cli.planning.problem import Problem
 from fcp_cli.util.arrays import FloatArray
 
 _MOST_ABREAST = 16  # if more sequences of a length fit side by side, the area bound is as good
 _MOST_SUMMED = 512  # longest sequences considered
 _MARGIN = 1e-9  # relative; keeps rounding on the safe side
+_WEIGHTS = (0.25, 0.5, 0.75)  # of the host's clock in the bounds of both clocks together
 
 
 def lower_bound_seconds(work: Work, problem: Problem, *, extra_seconds: float = 0.0) -> float:
@@ -70,14 +73,43 @@ def _bound_at_speeds(work: Work, problem: Problem, speeds: Speeds) -> float:
 
 
 def _work_bound(work: Work, problem: Problem) -> float:
-    simple = simple_bound_seconds(work, problem)
-    machine = planner_inputs(problem)
+    bound, waves = simple_bound_seconds(work, problem), problem.sync == "microbatch"
     _order, sequences = by_falling_work(work)
-    waves = problem.sync == "microbatch"
-    bound = max(simple, area_bound(simple, waves, sequences, machine))
-    if not waves:
-        return float(bound)
-    return float(dealt_bound(waves_bound(bound, sequences, machine), sequences, machine))
+    bound = max(bound, area_bound(bound, waves, sequences, planner_inputs(problem)))
+    if problem.profile.coefficients.host_microbatch_seconds:
+        for weight in _WEIGHTS:
+            bound = max(bound, area_bound(bound, waves, *_of_both_clocks(weight, sequences, problem)))
+    if waves:
+        inputs = planner_inputs(problem)
+        bound = dealt_bound(waves_bound(bound, sequences, inputs), sequences, inputs)
+    return float(bound)
+
+
+def _of_both_clocks(weight: float, sequences: Sequences, problem: Problem) -> tuple[Sequences, PlannerInputs]:
+    """Return sequences and prices under which a pack takes w H + (1 - w) D seconds or less, with w = `weight`.
+
+    H are its host's seconds and D its device's, so max(H, D) is no less: a bound under these prices is a bound.
+    """
+    less = 1.0 - weight
+    scaled = Sequences(less * sequences.attention, less * sequences.linear, less * sequences.work, sequences.tokens)
+    inputs = planner_inputs(problem)
+    p = inputs.prices
+    beta = less * p.beta + weight * p.host
+    return scaled, repriced(
+        inputs._replace(shared_tokens=shared_tokens(problem, beta / less)),
+        beta=beta,
+        chunk=less * p.chunk,
+        ring=less * p.ring,
+        hop=less * p.hop + weight * p.host_hop,
+        home=less * p.home,
+        home_hop=less * p.home_hop + weight * p.host_home,
+        halo=less * p.halo,
+        halo_message=less * p.halo_message + weight * p.host_halo,
+        exchange=less * p.exchange,
+        key_value_exchange=less * p.key_value_exchange,
+        exchange_message=less * p.exchange_message + weight * p.host_exchange,
+        again=less * p.again,
+    )
 
 
 def pipeline_bound_seconds(work: Work, problem: Problem, pipeline: Pipeline) -> float:
@@ -143,19 +175,24 @@ def area_bound_seconds(work: Work, problem: Problem) -> float:
 
     A rank of speed s does s seconds of work per second. A rank without work wastes the whole step, which lasts at least
     as long as the shortest micro-batch on the fastest rank.
+
+    Some rank runs at least as many micro-batches as that, a whole number, each for at least its host's seconds.
     """
-    n = problem.num_ranks
+    n, c = problem.num_ranks, problem.profile.coefficients
     if problem.rank_speeds is not None:
         together, quickest = sum(problem.rank_speeds), max(problem.rank_speeds)
         paid = max(together / quickest, float(work.tokens.sum()) / problem.tokens_per_rank)
-        return float(work.total_seconds.sum() + problem.profile.coefficients.microbatch_seconds * paid) / together
-    tokens, beta = float(work.tokens.sum()) / n, problem.profile.coefficients.microbatch_seconds
-    fixed = beta * max(1.0, tokens / problem.tokens_per_rank)
+        on_devices = float(work.total_seconds.sum() + c.microbatch_seconds * paid)
+        return max(on_devices, c.host_microbatch_seconds * paid) / together
+    tokens, beta = float(work.tokens.sum()) / n, c.microbatch_seconds
+    count = max(1.0, tokens / problem.tokens_per_rank)
+    fixed = beta * count
     if problem.profile.priced_levels:
         best = shared_tokens(problem)
         paid = beta + float(recomputation_seconds(problem.profile, best, degree=1))
         fixed = max(fixed, tokens / best * paid)
-    return float(work.total_seconds.sum()) / n + fixed
+    on_hosts = c.host_microbatch_seconds * math.ceil(count - _MARGIN)
+    return max(float(work.total_seconds.sum()) / n + fixed, on_hosts)
 
 
 def longest_sequence_bound_seconds(work: Work, problem: Problem) -> float:
@@ -186,8 +223,8 @@ def abreast_bound_seconds(work: Work, problem: Problem) -> float:
 
 def floored_bound_seconds(work: Work, problem: Problem) -> float:
     """Bound a step of waves by their floor: the fewest waves that hold all tokens, one with the longest sequence."""
-    floor = problem.profile.step.floor_seconds(problem.sync)
-    if not floor:
+    floor = planner_inputs(problem).floor
+    if problem.sync == "iteration" or not floor:
         return 0.0
     waves = max(1, -(-int(work.tokens.sum()) // (problem.num_ranks * problem.tokens_per_rank)))
     return (waves - 1) * floor + max(floor, longest_sequence_bound_seconds(work, problem))

@@ -319,11 +319,13 @@ class FcpSolver:
     ) -> Found:
         """Search for waves as if later waves were less full and micro-batches dearer; see `_RATINGS`."""
         beta = self.inputs.prices.beta
-        rated = repriced(self.inputs._replace(fill=fill), beta=dearer * beta)
+        more = (dearer - 1.0) * max(0.0, self.inputs.prices.host - beta)  # a further micro-batch takes its host, too
+        rated = repriced(self.inputs._replace(fill=fill), beta=dearer * beta + more)
         limit = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
         # Each wave pays the dearer price, so the limit rises by that much for as many waves.
         if found.assignment is not None:
-            limit += (int(found.assignment.wave.max()) + 1) * (dearer - 1.0) * beta
+            waves = int(found.assignment.wave.max()) + 1
+            limit += waves * (dearer - 1.0) * beta + waves * more
         return found.quicker(name, assign_waves(order, sequences, rated, limit), batch, self.problem)
 
     def _regrouped(self, batch: Batch, order: IntArray, sequences: Sequences, found: Found) -> Found:

@@ -10,7 +10,7 @@ import numpy as np
 from fcp_cli.cost.formula import recomputation_seconds
 from fcp_cli.cost.levels import cheapest_tokens
 from fcp_cli.cost.model import Work, token_in_window_seconds, unit_prices
-from fcp_cli.planning.compiled.core import PlannerInputs, Sequences, Splits, tabulated
+from fcp_cli.planning.compiled.core import TERMS, PlannerInputs, Sequences, Splits, tabulated
 from fcp_cli.planning.problem import Problem
 from fcp_cli.util.arrays import IntArray
 
@@ -55,7 +55,8 @@ def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> PlannerIn
         tokens_per_rank=problem.tokens_per_rank,
         shared_tokens=shared_tokens(problem),
         prices=unit_prices(problem.profile),
-        floor=problem.profile.step.floor_seconds(problem.sync),
+        # No wave ends before its hosts have issued it.
+        floor=max(problem.profile.step.floor_seconds(problem.sync), c.host_microbatch_seconds),
         fill=0.0,
         padding=problem.padding_multiple or 0,
         padding_seconds=c.linear_seconds_per_token + (token_in_window_seconds(c) if c.halo_bytes_per_token else 0.0),
@@ -68,10 +69,12 @@ def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> PlannerIn
     return changed(inputs)
 
 
-def shared_tokens(problem: Problem) -> int:
-    """Return the tokens of a rank's micro-batch with the least fixed seconds and recomputation per token."""
+def shared_tokens(problem: Problem, fixed_seconds: float | None = None) -> int:
+    """Return the tokens of a rank's micro-batch with the least fixed seconds (by default the profile's) and
+    recomputation per token."""
     levels, tokens = problem.profile.priced_levels, problem.tokens_per_rank
-    return min(tokens, cheapest_tokens(levels, problem.profile.coefficients.microbatch_seconds)) if levels else tokens
+    fixed = problem.profile.coefficients.microbatch_seconds if fixed_seconds is None else fixed_seconds
+    return min(tokens, cheapest_tokens(levels, fixed)) if levels else tokens
 
 
 def with_recomputation(sequences: Sequences, inputs: PlannerInputs) -> Sequences:
@@ -100,8 +103,8 @@ def _splits_of(problem: Problem) -> Splits:
 
 
 def _untabulated(heads: Sequence[int], *, only: bool) -> Splits:
-    none = np.zeros(0, dtype=np.int64)
-    return Splits(np.array(heads, dtype=np.int64), int(only), none, np.zeros((0, 0), dtype=np.int64), np.zeros((0, 9)))
+    rows, first, ways = np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int64), np.zeros((0, TERMS))
+    return Splits(np.array(heads, dtype=np.int64), int(only), rows, first, ways)
 
 
 def in_batch_order(work: Work) -> Sequences:

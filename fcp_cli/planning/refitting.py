@@ -2,12 +2,12 @@
 
 With f the factors on the profile's coefficients, the model of a micro-batch of y seconds is
 
-    y = (f0 beta + f1 linear + max(f2 attention, f3 hidden) + f3 exposed) / speed of its slowest rank
+    y = max(f0 beta + f1 linear + max(f2 attention, f3 hidden) + f3 exposed, f0 host) / speed of its slowest rank
 
-plus f2 windows, where `hidden` and `exposed` are the parts of the ring (`cost.formula.pack_parts`), and `exposed` also
-has the Ulysses exchange and the halo exchange of window layers. The factors minimize the Huber loss of relative
-errors, regularized towards their previous values if micro-batches do not determine them. A rank's speed is the ratio of
-its single-rank micro-batches to those of the other ranks.
+plus f2 windows in the first, the device's clock. `hidden` and `exposed` are the parts of the ring
+(`cost.formula.pack_parts`), and `exposed` also has the Ulysses exchange and the halo exchange of window layers. The
+factors minimize the Huber loss of relative errors, regularized towards their previous values if micro-batches do not
+determine them. A rank's speed is the ratio of its single-rank micro-batches to those of the other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from fcp_cli.cost.model import group_terms, halo_seconds, pack_parts, recomputation_seconds
+from fcp_cli.cost.model import clocks, group_terms, halo_seconds, pack_parts, recomputation_seconds
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import MOST_FACTOR, Factors, ScheduledRefit, refit_text
 from fcp_cli.plan.pricing import pack_work, place_of_groups, single_rank_work
@@ -52,6 +52,7 @@ class _Parts(NamedTuple):
     attention: FloatArray
     hidden: FloatArray  # communication that attention hides, if it takes longer
     exposed: FloatArray
+    host: FloatArray  # in which the host issues them
     ranks: list[IntArray]
     measured: FloatArray
 
@@ -132,6 +133,7 @@ class Refitter:
             attention=joined("attention"),
             hidden=joined("hidden"),
             exposed=joined("exposed"),
+            host=joined("host"),
             ranks=[ranks for part in found for ranks in part.ranks],
             measured=joined("measured"),
         )
@@ -163,16 +165,19 @@ class Refitter:
             attention=parts.attention[at],
             hidden=parts.hidden[at],
             exposed=exposed[at],
+            host=clocks(profile, pack, **place)[1][at],
             ranks=groups,
             measured=seconds[rows],
         )
 
     def _columns(self, parts: _Parts, factors: FloatArray) -> FloatArray:
-        """Return [micro-batches, 4] the seconds that each factor multiplies, with the overlap resolved at `factors`."""
+        """Return [micro-batches, 4] the seconds that each factor multiplies, with both maxima resolved at `factors`."""
         hides = factors[2] * parts.attention >= factors[3] * parts.hidden
         ring = np.where(hides, 0.0, parts.hidden) + parts.exposed
         attention = np.where(hides, parts.attention, 0.0) + parts.windows
-        return np.stack([parts.beta, parts.linear, attention, ring], axis=1)
+        on_device = np.stack([parts.beta, parts.linear, attention, ring], axis=1)
+        waits = factors[0] * parts.host > on_device @ factors
+        return np.where(waits[:, None], np.outer(parts.host, (1.0, 0.0, 0.0, 0.0)), on_device)
 
     def _predicted(self, parts: _Parts, factors: FloatArray) -> FloatArray:
         return np.asarray(self._columns(parts, factors) @ factors)

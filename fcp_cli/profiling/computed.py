@@ -279,26 +279,33 @@ class _Job:
             backward_seconds=layer * 3 / 4,
         ).visible_seconds
 
-    def microbatch_seconds(self) -> float:
-        """Return the fixed cost of a micro-batch: host time that an underused device waits for."""
+    def issue_seconds(self) -> float:
+        """Return the seconds in which the host issues a micro-batch: those of all layers of its stage, whatever TP."""
         issued = host_operations(self.spec, self.recipe) * (self.cluster.operation_seconds or 0.0)
-        return (self.cluster.microbatch_seconds or 0.0) + issued / self.cut.pipeline_parallel
+        return issued / self.cut.pipeline_parallel
+
+    def clocks_of_messages(self, messages: float) -> tuple[float, float]:
+        """Return the device's and the host's seconds of messages of all layers."""
+        of_stage = messages / self.cut.pipeline_parallel
+        return of_stage * self.cluster.message_seconds, of_stage * (self.cluster.host_message_seconds or 0.0)
 
     def heads(self) -> Heads | None:
         """Price Ulysses all-to-alls; None if messages take no time, as in the papers' formula."""
-        seconds = self.cluster.message_seconds
-        return counted_heads(self.spec, self.recipe, self.cut, message_seconds=seconds) if seconds else None
+        seconds, host = self.cluster.message_seconds, self.cluster.host_message_seconds or 0.0
+        if not seconds:
+            return None
+        heads = counted_heads(self.spec, self.recipe, self.cut, message_seconds=seconds)
+        return replace(heads, host_exchange_seconds=heads.exchange_seconds * host / seconds)
 
     def last_hop(self, *, gradient_bytes: int, reached: float) -> tuple[float, float]:
-        """Return bytes per token and seconds of a ring's last hop; (0, 0) if messages take no time.
+        """Return bytes per token and messages of a ring's last hop; (0, 0) if messages take no time.
 
         Backward needs two more messages than forward: gradients follow one hop behind keys, and return to their owner.
         """
         if not self.cluster.message_seconds:
             return 0.0, 0.0
-        spec, cut = self.spec, self.cut
-        size = spec.key_value_elements("full", "latent") * gradient_bytes * reached / cut.devices
-        return size, 2 * spec.ring_layers * reached * self.cluster.message_seconds / cut.pipeline_parallel
+        size = self.spec.key_value_elements("full", "latent") * gradient_bytes * reached / self.cut.devices
+        return size, 2 * self.spec.ring_layers * reached
 
     def coefficients(self) -> Coefficients:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe
@@ -318,10 +325,14 @@ class _Job:
         sent: dict[str, Any] = {"recompute": runs_ring_again, "reached": backward.layers}
         widths: dict[str, Any] = {"kv_bytes": kv_bytes, "gradient_bytes": max(4, kv_bytes)}
         ring_bytes = ring_bytes_per_token(spec, **widths, **sent)
-        hop_messages = messages_per_hop(spec, **sent)
+        hop, host_hop = self.clocks_of_messages(messages_per_hop(spec, **sent))
+        halo, host_halo = self.clocks_of_messages(messages_per_halo(spec, **sent))
         vision = backward.vision
         matrices = backward.language.total(recomputes=recomputes) * operations.linear_per_token / matrix_rate
-        last_bytes, last_seconds = self.last_hop(gradient_bytes=max(4, kv_bytes), reached=backward.layers)
+        last_bytes, last_messages = self.last_hop(gradient_bytes=max(4, kv_bytes), reached=backward.layers)
+        last, host_last = self.clocks_of_messages(last_messages)
+        # Without a price of its messages, the host's operations are added to the device's seconds.
+        has_clock = cluster.host_message_seconds is not None
         return Coefficients(
             attention_seconds_per_token2=passes * operations.attention_per_token2 / attention_rate,
             linear_seconds_per_token=matrices
@@ -330,8 +341,8 @@ class _Job:
             + token_seconds * (operations.attention_per_token2 + operations.window_per_token2)
             + self.exchange_seconds_per_token(passes=1 + backward.layers * (1 + recomputes)),
             ring_bytes_per_token=ring_bytes / devices,
-            microbatch_seconds=self.microbatch_seconds(),
-            ring_hop_seconds=hop_messages * cluster.message_seconds / self.cut.pipeline_parallel,
+            microbatch_seconds=(cluster.microbatch_seconds or 0.0) + (0.0 if has_clock else self.issue_seconds()),
+            ring_hop_seconds=hop,
             vision_seconds_per_patch=vision.total(recomputes=recipe.recomputes_layers)
             * operations.vision_per_patch
             / matrix_rate,
@@ -343,9 +354,13 @@ class _Job:
             window_seconds_per_token2=passes * operations.window_per_token2 / attention_rate,
             window_tokens=float(spec.window_tokens or 0),
             halo_bytes_per_token=halo_bytes_per_token(spec, **widths, **sent) / devices,
-            halo_message_seconds=messages_per_halo(spec, **sent) * cluster.message_seconds / self.cut.pipeline_parallel,
+            halo_message_seconds=halo,
             last_hop_bytes_per_token=last_bytes,
-            last_hop_seconds=last_seconds,
+            last_hop_seconds=last,
+            host_microbatch_seconds=self.issue_seconds() if has_clock else 0.0,
+            host_hop_seconds=host_hop,
+            host_last_hop_seconds=host_last,
+            host_halo_message_seconds=host_halo,
         )
 
     def assumptions(self) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def profile_from_samples(samples: SamplesFile, *, request: RecipeRequest | None 
     measured = measured_points(samples, subject.points(), layers=subject.layers, model_layers=spec.num_layers)
     timed = measured_recipe(spec, recipe)
     prior = _prior(samples, spec, timed, sync, shares_heads=any(one.point.heads_degree > 1 for one in measured))
+    prior = prior.with_coefficients(lambda c: _with_host(c, samples, spec))
     fit, warnings = _fit(samples, measured, prior)
     predicted = predicted_seconds([point.sample(silent=subject.emulate) for point in measured], fit.profile)
     vision = fit_vision_samples(samples, spec)
@@ -163,6 +164,7 @@ def _scaled(samples: Sequence[Sample], prior: CostProfile) -> Fit:
         "chunk_seconds_per_token",
         "linear_seconds_per_token",
         "microbatch_seconds",
+        *("host_microbatch_seconds", "host_hop_seconds", "host_last_hop_seconds", "host_halo_message_seconds"),
         "ring_hop_seconds",
         "last_hop_seconds",
         "halo_message_seconds",
@@ -250,6 +252,20 @@ def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *,
         coefficients=coefficients,
         bandwidth=Bandwidth(intra_node=bandwidth, inter_node=inter),
     )
+
+
+def _with_host(c: Coefficients, samples: SamplesFile, spec: ModelSpec) -> Coefficients:
+    """Return the coefficients with the clock of the host as timed; unchanged if the samples hold none."""
+    points, layers = samples.subject.points(), samples.subject.layers
+    timed = measured_points(samples, points, layers=layers, model_layers=spec.num_layers, kind="host")
+    of_degree = {one.point.degree: one.seconds for one in timed}
+    if 1 not in of_degree:
+        return c
+    alone = of_degree.pop(1)
+    hops = [max(0.0, seconds - alone) / (degree - 1) for degree, seconds in of_degree.items()]
+    # What a ring issues once is part of its hops, as timed.
+    host = {"host_hop_seconds": float(np.median(hops)), "host_last_hop_seconds": 0.0} if hops else {}
+    return replace(c, host_microbatch_seconds=alone, **host)
 
 
 def _computed(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync) -> CostProfile:
@@ -607,9 +623,10 @@ def with_vision(profile: CostProfile, costs: VisionCosts) -> CostProfile:
     """Return the profile with these encoder costs; each micro-batch makes one call with its fixed cost."""
 
     def changed(coefficients: Coefficients) -> Coefficients:
+        clock = "host_microbatch_seconds" if coefficients.host_microbatch_seconds else "microbatch_seconds"
         return replace(
             coefficients,
-            microbatch_seconds=coefficients.microbatch_seconds + costs.call_seconds,
+            **{clock: getattr(coefficients, clock) + costs.call_seconds},
             vision_seconds_per_patch=costs.seconds_per_patch,
             vision_seconds_per_patch2=costs.seconds_per_patch2,
         )

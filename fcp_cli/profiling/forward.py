@@ -59,19 +59,23 @@ def forward_shares(spec: ModelSpec, recipe: Recipe, *, backward_slowdown: float 
     attention_backward = ATTENTION_BACKWARD * backward_slowdown + forward_reruns
     of_attention = 1 / (1 + backward.layers * attention_backward)
     of_matrices = 1 / backward.language.total(recomputes=recipe.recomputes_matrices)
+    # 0 messages if all layers have windows
+    of_hops = messages_per_hop(spec, reached=0.0) / messages if messages else 1.0
+    of_halos = 1 / (1 + backward.layers * (2 + forward_reruns))
     return {
         "attention_seconds_per_token2": of_attention,
         "window_seconds_per_token2": of_attention,
         "linear_seconds_per_token": of_matrices,
         "microbatch_seconds": of_matrices,
+        "host_microbatch_seconds": of_matrices,
         "ring_bytes_per_token": ring_bytes,
         "halo_bytes_per_token": ring_bytes,
-        # 0 messages if all layers have windows
-        "ring_hop_seconds": messages_per_hop(spec, reached=0.0) / messages if messages else 1.0,
-        "halo_message_seconds": 1 / (1 + backward.layers * (2 + forward_reruns)),
+        **dict.fromkeys(("ring_hop_seconds", "host_hop_seconds"), of_hops),
+        **dict.fromkeys(("halo_message_seconds", "host_halo_message_seconds"), of_halos),
         "chunk_seconds_per_token": CHUNK_BYTES_FORWARD / chunks,
         "last_hop_bytes_per_token": 0.0,
         "last_hop_seconds": 0.0,
+        "host_last_hop_seconds": 0.0,
         "vision_seconds_per_patch": 1 / backward.vision.total(recomputes=recipe.recomputes_layers),
         "vision_seconds_per_patch2": 1 / (1 + backward.vision.inputs * attention_backward),
         "wave_floor_seconds": gathered / (2 * gathered + scattered),
@@ -100,7 +104,8 @@ def forward_profile(profile: CostProfile) -> CostProfile:
     common_ground = profile.common_ground
     if common_ground is not None:
         common_ground = replace(common_ground, coefficients=_scaled(common_ground.coefficients, shares))
-    exchanges = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token", "exchange_seconds")
+    exchanges = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token")
+    exchanges += ("exchange_seconds", "host_exchange_seconds")
     forward = replace(
         profile,
         coefficients=_scaled(_without_elementwise(profile), shares),

@@ -148,6 +148,7 @@ _Seconds: TypeAlias = tuple[NonNegative, ...]
 # Lines used in fits, which have no other fields; other lines are descriptive.
 _FITTED_LINES: Final[Mapping[str, type[Any]]] = {
     "observation": _line(point=NonEmptyText, layers=Count, seconds=_Seconds),
+    "host": _line(point=NonEmptyText, layers=Count, seconds=_Seconds),
     "transfer": _line(tier=Literal["intra_node", "inter_node", "inter_node_cross_rail"], bytes=Count, seconds=_Seconds),
     "step": _line({"optimizer_share": Share}, layers=Count, seconds=_Seconds, state_bytes=NonNegative),
     "attention_kernels": _line(table=KernelTable),
@@ -237,10 +238,10 @@ class SamplesFile:
         rules, lines = _FITTED_LINES["attention_kernels"], self.of_kind("attention_kernels")
         return validated(lines[-1], rules, where=str(self.path), error=ProfileError).table if lines else None
 
-    def seconds_by_point(self, layers: int) -> dict[str, list[float]]:
-        """Return the observed seconds of each point with this layer count."""
+    def seconds_by_point(self, layers: int, kind: str = "observation") -> dict[str, list[float]]:
+        """Return the seconds of each point with this layer count: observed, or of the `host` that issued it."""
         found: dict[str, list[float]] = {}
-        for line in self.of_kind("observation"):
+        for line in self.of_kind(kind):
             if line["layers"] == layers:
                 found.setdefault(line["point"], []).extend(line["seconds"])
         return found
@@ -332,14 +333,14 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def measured_points(
-    samples: SamplesFile, points: Iterable[P], *, layers: Sequence[int], model_layers: int
+    samples: SamplesFile, points: Iterable[P], *, layers: Sequence[int], model_layers: int, kind: str = "observation"
 ) -> list[MeasuredPoint[P]]:
-    """Return the observed points, extrapolated to the full model.
+    """Return the observed points (or those that the `host` was timed on), extrapolated to the full model.
 
     With two layer counts a < b, remaining layers are extrapolated linearly:
     t = t_a + (model_layers - a) (t_b - t_a) / (b - a).
     """
-    observed = [samples.seconds_by_point(count) for count in layers]
+    observed = [samples.seconds_by_point(count, kind) for count in layers]
     found = []
     for point in points:
         seconds = [table.get(point.key, []) for table in observed]

@@ -25,7 +25,7 @@ from fcp_cli.cost.recipe import KERNELS
 from fcp_cli.runtime.kernels.available import NamedKernel
 from fcp_cli.runtime.kernels.select import ChosenKernel, Preference, Signature, unusable
 from fcp_cli.runtime.layout import Segments
-from fcp_cli.runtime.metrics import Clock, clock_for
+from fcp_cli.runtime.metrics import clock_for
 from fcp_cli.runtime.transport import Transport
 from fcp_cli.util.machine import cpu_name, host_memory_bytes
 
@@ -39,7 +39,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, *, shares_cores: bool = False) -> None:
-        self._clock: Clock = clock_for(device)
+        self._device, self._clock = device, clock_for(device)
         self._leaves_waits_out = device.type == "cpu" and not shares_cores
         self._runs_ahead = device.type != "cpu"
 
@@ -79,6 +79,16 @@ class Stopwatch:
             work()
             marks.append(self._clock.mark())
         return [self._clock.seconds(begin, end) for begin, end in pairwise(marks)]
+
+    def issue_each(self, work: Callable[[], None], repeats: int) -> list[float]:
+        """Return the seconds in which the host issues `work` to an idle device, for each run."""
+        found = []
+        for _ in range(repeats):
+            wait_for_device(self._device)
+            begin = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - begin)
+        return found
 
 
 def run_queue_seconds() -> float:

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ _STEP_REPEATS = 5
 _MOST_RUNS = 5
 _RUNS_SECONDS = 2.0
 _VARIABLES = ("CUDA_DEVICE_MAX", "HCCL_", "NCCL_", "OMP_", "PYTORCH_", "TASK_QUEUE", "TORCH_NCCL_")
+_Measure: TypeAlias = Callable[[Callable[[], None], int], list[float]]
 _VISION_BUDGET_SHARE = 0.4  # of the time budget, for vision-language models
 
 
@@ -139,6 +141,7 @@ class Measurer:
         if self.vision:
             self._observations(self.vision_schedule, self._observe_vision, for_vision * self.request.budget_seconds)
         self._clocks("after")
+        self._hosts()
         self._memory()
         if self.vision and max(self.request.layers) == self.spec.num_layers:
             self._vision_memory(self.vision)
@@ -242,6 +245,15 @@ class Measurer:
         for task in self.vision_schedule.tasks[:2]:
             self._observe_vision(task)
 
+    def _hosts(self) -> None:
+        """Time how long hosts take to issue the cheapest pack of each degree; CPU ranks are their own hosts."""
+        if self.device.type == "cpu" or self.request.emulate:
+            return
+        cheapest = {point.degree: point for point in reversed(self.points) if point.heads_degree == 1}
+        for point, layers in product(cheapest.values(), self.request.layers):
+            seconds = self._observe(Task(point=point, layers=layers), _MOST_RUNS, self.stopwatch.issue_each)
+            self._write(kind="host", point=point.key, layers=layers, seconds=seconds)
+
     def _observations(
         self, schedule: Schedule[P], observe: Callable[[Task[P], int], list[float]], budget_seconds: float
     ) -> None:
@@ -266,7 +278,7 @@ class Measurer:
         chosen = self._of_first(-1 if position is None else position)
         return None if chosen < 0 else (chosen, self._of_first(runs))
 
-    def _observe(self, task: Task[Point], runs: int = 1) -> list[float]:
+    def _observe(self, task: Task[Point], runs: int = 1, measure: _Measure | None = None) -> list[float]:
         """Return the times of each group that ran the point, run by run, from its least disturbed member.
 
         Members end together, so the member that arrived last shows the work, and the others include waiting. If ranks
@@ -274,7 +286,7 @@ class Measurer:
         core is idle.
         """
         self.workload.set_layers(task.layers)
-        measure = self.stopwatch.measure_each
+        measure = measure or self.stopwatch.measure_each
         if self.request.emulate:
             # First and last member: the layout gives them the longest and shortest chunks.
             lengths, members = task.point.lengths, range(task.point.degree)

@@ -6,7 +6,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from fcp_cli.cost.explain import break_even_tokens, example_lengths, figures_of, hidden_ring_tokens, seconds_table
+from fcp_cli.cost.explain import (
+    break_even_tokens,
+    example_lengths,
+    figures_of,
+    hidden_ring_tokens,
+    host_bound_tokens,
+    seconds_table,
+)
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, CostProfile, parse_cost_profile
 from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.read import PICTURE_COUNTS, ManifestSummary
@@ -50,6 +57,9 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
     middle = break_even_tokens(profile)
     if middle is not None:
         lines.append(f"Break-even: attention takes as long as linear work at {middle:,.0f} tokens.")
+    host_bound = host_bound_tokens(profile)
+    if host_bound is not None:
+        lines.append(f"Host: below {host_bound:,.0f} tokens a rank waits for its host, whatever its device computes.")
     rings = sorted(degree for degree in degrees if degree > 1)
     lines += [line for degree in dict.fromkeys(rings[:1] + rings[-1:]) if (line := _hidden_ring(profile, degree))]
     tokens_per_rank = profile.memory.tokens_per_rank()

@@ -26,6 +26,7 @@ PROFILE = CostProfile(
         exchange_bytes_per_token=0.5,
         key_value_exchange_bytes_per_token=0.5,
         exchange_seconds=0.5,
+        host_exchange_seconds=0.5,
     ),
 )
 
@@ -38,7 +39,9 @@ def test_a_refit_changes_all_that_is_seconds() -> None:
     factors = Factors(microbatch=2.0, linear=3.0, attention=5.0, ring=7.0)
     after = refitted(PROFILE, ScheduledRefit(first_step=0, factors=factors))
     assert changed(after) == NAMES - NO_SECONDS
-    assert PROFILE.heads is not None and after.heads == replace(PROFILE.heads, exchange_seconds=3.5)
+    assert PROFILE.heads is not None and after.heads == replace(
+        PROFILE.heads, exchange_seconds=3.5, host_exchange_seconds=1.0
+    )
     assert after.coefficients.ring_hop_seconds == after.coefficients.last_hop_seconds == 3.5
 
 

@@ -95,6 +95,16 @@ def test_one_refit_changes_a_factor_twofold_at_most() -> None:
     assert max(asdict(found.factors).values()) == 2.0
 
 
+def test_micro_batches_that_wait_for_a_slow_host_make_the_fixed_seconds_of_both_clocks_dearer() -> None:
+    host = {"microbatch_seconds": 0.1, "host_microbatch_seconds": 2.0, "host_hop_seconds": 0.5}
+    profile = replace(PROBLEM.profile, coefficients=replace(PROBLEM.profile.coefficients, **host))
+    truth = ScheduledRefit(first_step=0, factors=Factors(microbatch=1.5))
+    refitter, table = measured(truth, problem=replace(PROBLEM, profile=profile))
+    found, _line = refitter.refit(20, table, None)
+    assert found is not None
+    assert asdict(found.factors) == pytest.approx({**asdict(Factors()), "microbatch": 1.5}, rel=0.1)
+
+
 def test_too_few_micro_batches_change_nothing() -> None:
     refitter, table = measured(ScheduledRefit(first_step=0, factors=Factors(linear=2.0)))
     assert refitter.refit(20, table.slice(0, 0), None) == (None, "0 micro-batches were measured, too few to refit")

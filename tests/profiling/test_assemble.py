@@ -74,6 +74,21 @@ def _drawn(lengths: tuple[int, ...], degree: int, heads_degree: int = 1) -> Samp
     return Sample(lengths=lengths, degree=degree, heads_degree=heads_degree, seconds=1.0)
 
 
+def test_what_hosts_took_to_issue_packs_becomes_the_profile_s_second_clock() -> None:
+    """With packs that all take longer on their devices: only the host's own lines say what it takes."""
+    samples = samples_of(TRUTH, device="cuda")
+    points = {point.degree: point for point in reversed(MEASUREMENT.points())}
+    hosts = [
+        {"kind": "host", "point": points[degree].key, "layers": 2, "seconds": [seconds] * 3}
+        for degree, seconds in ((1, 1e-3), (2, 1.5e-3), (4, 2.5e-3))
+    ]
+    c = profile_from_samples(replace(samples, lines=[*samples.lines, *hosts])).coefficients
+    assert c.host_microbatch_seconds == pytest.approx(1e-3, rel=0.05)
+    assert c.microbatch_seconds == pytest.approx(4e-3, rel=0.05)
+    assert c.host_hop_seconds == pytest.approx(5e-4)
+    assert profile_from_samples(samples).coefficients.host_microbatch_seconds == 0.0
+
+
 def test_exposed_rings_make_a_profile_with_an_exposed_share_that_says_what_it_gains() -> None:
     exposed = replace(TRUTH, coefficients=replace(TRUTH.coefficients, exposed_ring_share=0.8))
     profile = profile_from_samples(samples_of(exposed))

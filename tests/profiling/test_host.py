@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from fcp_cli.cost.profile import Coefficients
 from fcp_cli.cost.recipe import Recipe
-from fcp_cli.memory.state import Cut
+from fcp_cli.memory.state import WHOLE, Cut
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.computed import analytic_profile, host_operations, layer_operations
@@ -72,17 +73,18 @@ def test_layers_that_are_frozen_issue_no_backward_and_recomputation_issues_a_for
 def test_a_micro_batch_costs_what_its_stage_of_the_layers_issues() -> None:
     spec, h100 = load_model("llama3-8b"), load_cluster("h100")
 
-    def seconds(pipeline: int = 1, **changed: Any) -> float:
-        profile = analytic_profile(
-            spec,
-            replace(h100, **changed),
-            recipe=Recipe(),
-            sync="microbatch",
-            ranks=64,
-            cut=Cut(pipeline_parallel=pipeline),
-        )
-        return profile.coefficients.microbatch_seconds
+    def priced(cut: Cut = WHOLE, **changed: Any) -> Coefficients:
+        cluster = replace(h100, **changed)
+        return analytic_profile(spec, cluster, recipe=Recipe(), sync="microbatch", ranks=64, cut=cut).coefficients
 
-    assert seconds() == pytest.approx(32 * (48 + 87) * 8e-6)
-    assert seconds(pipeline=4) == pytest.approx(seconds() / 4)
-    assert seconds(operation_seconds=None, microbatch_seconds=0.05) == 0.05
+    whole, issued = priced(), 32 * (48 + 87) * 8e-6
+    assert (whole.microbatch_seconds, whole.host_microbatch_seconds) == (0.0, pytest.approx(issued))
+    assert (whole.ring_hop_seconds, whole.host_hop_seconds) == pytest.approx((2 * 32 * 7e-6, 2 * 32 * 1e-4))
+    # Every rank of a tensor-parallel group issues every layer, and a stage only its own.
+    assert priced(Cut(tensor_parallel=4)).host_microbatch_seconds == whole.host_microbatch_seconds
+    assert priced(Cut(pipeline_parallel=4)).host_microbatch_seconds == pytest.approx(issued / 4)
+    assert priced(Cut(pipeline_parallel=4)).host_hop_seconds == pytest.approx(whole.host_hop_seconds / 4)
+    # A cluster that does not price the host's messages adds all to the device's clock, as before hosts had one.
+    added = priced(host_message_seconds=None)
+    assert (added.microbatch_seconds, added.host_microbatch_seconds) == (pytest.approx(issued), 0.0)
+    assert priced(host_message_seconds=None, operation_seconds=None, microbatch_seconds=0.05).microbatch_seconds == 0.05

@@ -8,8 +8,8 @@ tokens on one rank; its density is w / t. beta is the fixed cost of a micro-batc
 of ring traffic per token and hop, and h more per hop; c_d is the price inside a node if d <= ranks per node (or
 across nodes, if that is faster), else across nodes. Attention hides at most a share 1 - e of its ring. Sliding-window
 attention with halo exchange is part of l. Its halos cost y_d seconds per halo token and further set, in at least two
-messages of z seconds each. T(s, d) is the time of s alone on degree d. A pack takes at least T(s, d) for each of its
-sequences, since no term of the cost model falls when a sequence is added.
+messages of z seconds each. T(s, d) is the time of s alone on degree d, at least its host's. A pack takes at least
+T(s, d) for each of its sequences, since no term of the cost model falls when a sequence is added.
 """
 
 from __future__ import annotations
@@ -255,7 +255,10 @@ def _wave_of(j: int, further_beta: float, density: Densities, sequences: Sequenc
 
 @kernel
 def _growth(k: int, j: int, degree: int, density: Densities, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return T(j, d) with the k-th Ulysses degree (-1: a ring), and the most work j's pack gains per further second."""
+    """Return T(j, d) with the k-th Ulysses degree (-1: a ring), and the most work j's pack gains per further second.
+
+    T(j, d) is the device's: a pack that waits for its host gains work for nothing.
+    """
     load = sequence_load(j, sequences, inputs)
     if degree == 1:
         again = recomputation_seconds(load.tokens, 1, inputs.prices)

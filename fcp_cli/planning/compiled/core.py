@@ -19,6 +19,7 @@ from fcp_cli.util.compiling import inlined, kernel, leaf
 
 NONE = -1
 _LONGEST = 1 << 62  # tokens of the shortest sequence of an empty pack: the identity of `min`
+TERMS = len(GroupTerms._fields)
 UNPLACED = -1  # `across` of a group that crosses nodes at unknown places
 
 # Compiled one by one: a formula must not call another one of its module, since numba cannot call plain functions.
@@ -28,6 +29,7 @@ overlapped_seconds = inlined(formula.overlapped_seconds)
 recomputation_seconds = inlined(formula.recomputation_seconds)
 halo_messages = inlined(formula.halo_messages)
 halo_seconds = inlined(formula.halo_seconds)
+host_seconds = inlined(formula.host_seconds)
 
 
 class Sequences(NamedTuple):
@@ -73,7 +75,7 @@ class Splits(NamedTuple):
         only: 1 if every group is a single Ulysses set, which may then cross nodes.
         row_of_span: [ranks_per_node + 2] row of `first` for `across` = UNPLACED, 0, 1, ...
         first: [rows, num_ranks + 2] position in `ways` of the first way of each degree.
-        ways: [ways, 9] the `GroupTerms` of each way; `tabulated` drops those that are never the fastest.
+        ways: [ways, terms] the `GroupTerms` of each way; `tabulated` drops those that are never the fastest.
     """
 
     heads: IntArray
@@ -92,7 +94,7 @@ class PlannerInputs(NamedTuple):
         shared_tokens: maximum tokens of several sequences in one single-rank micro-batch; beyond it, recomputation
             costs more than a further micro-batch.
         prices: unit prices of the profile.
-        floor: least seconds of a wave.
+        floor: least seconds of a wave, of the profile or of its hosts.
         fill: expected fill of later waves, as a share of the token budget, by which a wave is rated; 0: all but the
             last are full.
         padding: multiple to which a rank's share of a sequence is padded, in tokens; 0: no padding.
@@ -212,18 +214,19 @@ def pack_seconds(load: Load, degree: int, across: int, inputs: PlannerInputs) ->
     """
     if degree == 1:  # shortcut for by far the most frequent case
         again = recomputation_seconds(load.tokens, 1, inputs.prices)
-        return float(inputs.prices.beta + load.linear + load.attention + again)
+        return max(inputs.prices.host, float(inputs.prices.beta + load.linear + load.attention + again))
     # Stays infinite if no way exists, e.g. under `ulysses` if the heads cannot be split by this degree.
     splits, best = inputs.splits, np.inf
     row = splits.row_of_span[across + 1]  # `across` begins at UNPLACED, -1
     for way in range(splits.first[row, degree], splits.first[row, degree + 1]):
-        best = min(best, seconds_by(terms_at(way, splits.ways), load, degree, inputs))
+        terms = terms_at(way, splits.ways)
+        best = min(best, max(seconds_by(terms, load, degree, inputs), _issued(terms, load, inputs)))
     return best
 
 
 @inlined
 def seconds_by(terms: Any, load: Load, degree: int, inputs: PlannerInputs) -> float:
-    """Return the predicted seconds of a pack run with these terms."""
+    """Return the device's seconds of a pack run with these terms."""
     prices = inputs.prices
     seconds = overlapped_seconds(pack_parts(load.attention, load.linear, load.tokens, degree, terms, prices))
     seconds += recomputation_seconds(load.tokens, degree, prices)
@@ -231,6 +234,14 @@ def seconds_by(terms: Any, load: Load, degree: int, inputs: PlannerInputs) -> fl
         messages = halo_messages(terms.sets, load.shortest, prices.reach)
         seconds += halo_seconds(load.halo, messages, terms, prices)
     return float(seconds)
+
+
+@inlined
+def _issued(terms: Any, load: Load, inputs: PlannerInputs) -> float:
+    """Return the host's seconds of a pack run with these terms."""
+    reach = inputs.prices.reach
+    messages = halo_messages(terms.sets, load.shortest, reach) if reach else 0.0
+    return float(host_seconds(messages, terms, inputs.prices))
 
 
 @inlined
@@ -247,6 +258,7 @@ def terms_at(way: int, ways: FloatArray) -> Any:
         ways[way, 6],
         ways[way, 7],
         ways[way, 8],
+        ways[way, 9],
     )
 
 
@@ -305,22 +317,22 @@ def tabulated(inputs: PlannerInputs) -> Any:
 
     Apart from fixed and linear seconds, a pack of t tokens with a seconds of attention takes max(a / d + A(t), B(t)); A
     and B are linear in t (`_ends`). If neither A nor B of a way is smaller than those of another way at 0 tokens and at
-    the group's capacity, the way is never faster and is dropped. The exception is a way with fewer bytes or messages of
-    halos, which grow with the number of sets.
+    the group's capacity, nor its host's seconds, the way is never faster and is dropped. The exception is a way with
+    fewer bytes or messages of halos, which grow with the number of sets.
     """
     splits = inputs.splits
     row_of_span, acrosses = _rows_of_spans(inputs)
     # One extra column, so that `first` also holds the end of the last degree's ways.
     first = np.zeros((len(acrosses), inputs.num_ranks + 2), dtype=np.int64)
     # Enough for one way per degree (rings of single ranks); grown if there are Ulysses sets.
-    ways, count = np.zeros((len(acrosses) * (inputs.num_ranks + 2), 9)), 0
+    ways, count = np.zeros((len(acrosses) * (inputs.num_ranks + 2), TERMS)), 0
     for row in range(len(acrosses)):
         # From 2 on: callers price single ranks without the table.
         for degree in range(2, inputs.num_ranks + 1):
             first[row, degree] = count
             if count + len(splits.heads) + 1 > len(ways):  # `_enter` needs one scratch row
                 # Doubled, since numba has no growable array of rows.
-                grown = np.zeros((2 * len(ways) + len(splits.heads) + 1, 9))
+                grown = np.zeros((2 * len(ways) + len(splits.heads) + 1, TERMS))
                 grown[:count] = ways[:count]
                 ways = grown
             count = _enter(degree, acrosses[row], count, ways, inputs)
@@ -366,6 +378,7 @@ def _enter(degree: int, across: int, first: int, ways: FloatArray, inputs: Plann
         ways[count, 0], ways[count, 1], ways[count, 2] = terms.chunk, terms.ring, terms.hops
         ways[count, 3], ways[count, 4], ways[count, 5] = terms.home, terms.home_hop, terms.exchange
         ways[count, 6], ways[count, 7], ways[count, 8] = terms.messages, terms.halo, terms.sets
+        ways[count, 9] = terms.host
         # Pareto front: a way stays only if some pack may be faster by it.
         beaten = False
         for other in range(first, count):
@@ -377,7 +390,7 @@ def _enter(degree: int, across: int, first: int, ways: FloatArray, inputs: Plann
         kept = first
         for other in range(first, count + 1):
             if other == count or not _is_no_quicker(terms_at(other, ways), terms, degree, most, inputs):
-                for term in range(9):
+                for term in range(TERMS):
                     ways[kept, term] = ways[other, term]
                 kept += 1
         count = kept
@@ -429,7 +442,7 @@ def faster_tier(inputs: PlannerInputs) -> int:
 @leaf
 def _is_no_quicker(one: Any, other: Any, degree: int, most: int, inputs: PlannerInputs) -> bool:
     """Return whether way `one` takes at least as long as `other` for every pack of up to `most` tokens."""
-    if inputs.prices.reach and (one.halo < other.halo or one.sets < other.sets):
+    if one.host < other.host or (inputs.prices.reach and (one.halo < other.halo or one.sets < other.sets)):
         return False
     # Both ends suffice, since A and B are linear in the tokens.
     for tokens in (0, most):

@@ -23,7 +23,7 @@ from fcp_cli.planning.compiled.core import (
     make_loads,
 )
 from fcp_cli.util.arrays import FloatArray, IntArray
-from fcp_cli.util.compiling import kernel, leaf
+from fcp_cli.util.compiling import inlined, kernel, leaf
 
 
 class Rings(NamedTuple):
@@ -140,7 +140,7 @@ def _inside_a_node(
                 if left < 0.0:
                     continue
                 # If too little time is left for another micro-batch, it is wasted, too.
-                waste = extra + degree * start - total + (degree * left if left < 1.5 * inputs.prices.beta else 0.0)
+                waste = extra + degree * start - total + (degree * left if left < _least_gap(inputs) else 0.0)
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
             if best <= extra:  # nothing is wasted beyond `extra`: no other node can be better at this degree
@@ -199,7 +199,7 @@ def _across_nodes(
                     continue
                 # The waits of all ranks, from prefix sums.
                 waste = extra + degree * start - (before[first + degree] - before[first])
-                waste += degree * left if left < 1.5 * inputs.prices.beta else 0.0
+                waste += degree * left if left < _least_gap(inputs) else 0.0
                 if waste < best:
                     best, best_degree, best_first = waste, degree, first
         # A single rank matters for narrow rings; wide ones are only tried on whole nodes, to keep the search short.
@@ -236,7 +236,7 @@ def _from_catalogue(i: int, target: float, sequences: Sequences, inputs: Planner
         left = target - start - seconds
         if left < 0.0:
             continue
-        waste = degree * seconds - attention - linear + (degree * left if left < 1.5 * inputs.prices.beta else 0.0)
+        waste = degree * seconds - attention - linear + (degree * left if left < _least_gap(inputs) else 0.0)
         for rank in range(first, first + degree):
             waste += start - rings.free[rank]
         if waste < best:
@@ -259,9 +259,15 @@ def _enter_ring(g: int, sequences: Sequences, inputs: PlannerInputs, rings: Ring
         gap = rings.gaps[0]
         # Shorter waits fit at most half as much work as the fixed seconds of a micro-batch. Longer ones are rare (13 of
         # 89 random steps, 3 of 12 benchmark families), and filling them made none of these steps faster.
-        if start - rings.free[rank] > 1.5 * inputs.prices.beta and gap < len(rings.gap_rank):
+        if start - rings.free[rank] > _least_gap(inputs) and gap < len(rings.gap_rank):
             rings.gap_rank[gap] = rank
             rings.gap_start[gap] = rings.free[rank]
             rings.gap_end[gap] = start
             rings.gaps[0] = gap + 1
         rings.free[rank] = end
+
+
+@inlined
+def _least_gap(inputs: PlannerInputs) -> float:
+    """Return the seconds that a gap before a ring must have to be of use: one and a half shortest micro-batches."""
+    return 1.5 * max(inputs.prices.beta, inputs.prices.host)

@@ -1,7 +1,8 @@
 """Single-rank packs in the time that rings leave: first-fit decreasing, before `timelines.balance`.
 
 A bin is an interval of a rank's time: from its last ring to the target, or a gap before a ring. Its sequences lie in
-slots, one per micro-batch, within the token budget. Every open slot costs the bin the fixed seconds of a micro-batch.
+slots, one per micro-batch, within the token budget. Every open slot costs the bin the fixed seconds of a micro-batch,
+and the time that its device waits for the host, which the slot's work shortens.
 Several sequences share a slot only up to `shared_tokens`; a single one may fill the budget. A small sequence may also
 join the pack of a ring with free tokens (a rider), which saves a micro-batch.
 
@@ -43,7 +44,7 @@ from fcp_cli.planning.compiled.room_tree import (
     usable_seconds,
 )
 from fcp_cli.util.arrays import FloatArray, IntArray
-from fcp_cli.util.compiling import kernel, leaf
+from fcp_cli.util.compiling import inlined, kernel, leaf
 
 CLOSED = -1  # `slot_tokens` of an unused slot
 END = -1  # of a linked list
@@ -59,6 +60,7 @@ class SingleRankPacks(NamedTuple):
     Attributes:
         free: [bins] free seconds.
         slot_tokens: [bins, slots] free tokens, or CLOSED.
+        slot_work: [bins, slots] seconds of work, or [bins, 0] if no host is priced.
         head, after, before: sequences of each bin as doubly linked lists.
         bin_of, slot_of: [sequences] bin and slot; a rider in ring g has bin -2 - g.
         order: [sequences] the single-rank sequences of an attempt, by falling work; entries beyond are unused.
@@ -69,6 +71,7 @@ class SingleRankPacks(NamedTuple):
 
     free: FloatArray
     slot_tokens: IntArray
+    slot_work: FloatArray
     head: IntArray
     after: IntArray
     before: IntArray
@@ -99,9 +102,11 @@ def make_single_rank_packs(sequences: Sequences, inputs: PlannerInputs, rings: R
         richest[i] = max(richest[i + 1], spared / sequences.tokens[i])
     while leaves < inputs.num_ranks:
         leaves *= 2
+    slots = _slots(bins, sequences, inputs)
     return SingleRankPacks(
         np.zeros(bins),
-        np.full((bins, _slots(bins, sequences, inputs)), CLOSED),
+        np.full((bins, slots), CLOSED),
+        np.zeros((bins, slots if inputs.prices.host > 0.0 else 0)),
         np.full(bins, END),
         np.full(n, END),
         np.full(n, END),
@@ -157,9 +162,8 @@ def fill(
     _reset(target, sequences, inputs, rings, singles)
     bins, count = inputs.num_ranks + rings.gaps[0], rings.placed[0]
     tree, closed = make_tree(bins), make_tree(bins)
-    # Less the fixed seconds of the micro-batch that a new slot costs.
     for b in range(bins):
-        set_room(closed, b, singles.free[b] - inputs.prices.beta, 0)
+        set_room(closed, b, _room_of_new(b, inputs, singles), 0)
     rides = make_tree(count)
     for g in range(count):
         room = _ring_room(g, rings, singles)
@@ -177,6 +181,7 @@ def _reset(
 ) -> None:
     """Empty the bins, set their free seconds from the timelines and `target`, and reset the loads of the rings."""
     singles.slot_tokens[:] = CLOSED
+    singles.slot_work[:] = 0.0
     singles.head[:] = END
     singles.bin_of[:] = NONE
     for rank in range(inputs.num_ranks):
@@ -282,7 +287,7 @@ def _ring_room(g: int, rings: Rings, singles: SingleRankPacks) -> float:
 @leaf
 def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
     """Update bin b in the trees of open and of closed slots."""
-    most = 0
+    most, waits = 0, 0.0
     can_open = False
     for slot in range(singles.slot_tokens.shape[1]):
         if singles.slot_tokens[b, slot] == CLOSED:
@@ -290,10 +295,41 @@ def _update_trees(b: int, tree: Tree, closed: Tree, inputs: PlannerInputs, singl
             can_open = True
             break
         most = max(most, singles.slot_tokens[b, slot])
+        waits = max(waits, eased(b, slot, np.inf, inputs, singles))
     shared = most - max(0, inputs.tokens_per_rank - inputs.shared_tokens)
-    set_room(tree, b, usable_seconds(singles.free[b], shared, singles.most, inputs), shared)
+    set_room(tree, b, usable_seconds(singles.free[b] + waits, shared, singles.most, inputs), shared)
     # -1e300 instead of -inf, the value of unused leaves, so that `roomiest` always returns a bin.
-    set_room(closed, b, singles.free[b] - inputs.prices.beta if can_open else -1e300, 0)
+    set_room(closed, b, _room_of_new(b, inputs, singles) if can_open else -1e300, 0)
+
+
+@inlined
+def _room_of_new(b: int, inputs: PlannerInputs, singles: SingleRankPacks) -> float:
+    """Return the most work of a new slot of bin b that ends in time; negative if not even its host does."""
+    beta, host = inputs.prices.beta, inputs.prices.host
+    return float(singles.free[b] - (beta if singles.free[b] >= host else max(beta, host)))
+
+
+@inlined
+def waits_for_host(work: float, inputs: PlannerInputs) -> float:
+    """Return the seconds that a slot with this work waits for its host."""
+    return max(0.0, inputs.prices.host - inputs.prices.beta - work)
+
+
+@inlined
+def eased(b: int, slot: int, more: float, inputs: PlannerInputs, singles: SingleRankPacks) -> float:
+    """Return by how much an open slot waits less for its host if its work grows by `more`; 0 if no host is priced."""
+    if inputs.prices.host == 0.0:
+        return 0.0
+    work = singles.slot_work[b, slot]
+    return waits_for_host(work, inputs) - waits_for_host(work + more, inputs)
+
+
+@inlined
+def _grow(b: int, slot: int, more: float, inputs: PlannerInputs, singles: SingleRankPacks) -> None:
+    """Let the work of an open slot grow, or shrink if negative; the caller counts the work itself."""
+    singles.free[b] += eased(b, slot, more, inputs, singles)
+    if inputs.prices.host > 0.0:
+        singles.slot_work[b, slot] += more
 
 
 @leaf
@@ -301,9 +337,10 @@ def put(i: int, b: int, slot: int, sequences: Sequences, inputs: PlannerInputs, 
     """Put sequence i into a slot; open the slot if it is closed."""
     if singles.slot_tokens[b, slot] == CLOSED:
         singles.slot_tokens[b, slot] = inputs.tokens_per_rank
-        singles.free[b] -= inputs.prices.beta
+        singles.free[b] -= inputs.prices.beta + waits_for_host(0.0, inputs)
     singles.slot_tokens[b, slot] -= sequences.tokens[i]
     singles.free[b] -= sequences.work[i]
+    _grow(b, slot, sequences.work[i], inputs, singles)
     singles.bin_of[i] = b
     singles.slot_of[i] = slot
     singles.before[i] = END
@@ -319,10 +356,11 @@ def take(i: int, sequences: Sequences, inputs: PlannerInputs, singles: SingleRan
     b, slot = singles.bin_of[i], singles.slot_of[i]
     singles.slot_tokens[b, slot] += sequences.tokens[i]
     singles.free[b] += sequences.work[i]
+    _grow(b, slot, -sequences.work[i], inputs, singles)
     # The whole budget is free again, so the slot is empty.
     if singles.slot_tokens[b, slot] == inputs.tokens_per_rank:
         singles.slot_tokens[b, slot] = CLOSED
-        singles.free[b] += inputs.prices.beta
+        singles.free[b] += inputs.prices.beta + waits_for_host(0.0, inputs)
     if singles.before[i] != END:
         singles.after[singles.before[i]] = singles.after[i]
     else:

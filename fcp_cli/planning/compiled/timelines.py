@@ -35,11 +35,13 @@ from fcp_cli.planning.compiled.single_rank_packs import (
     END,
     SingleRankPacks,
     closed_slot,
+    eased,
     fill,
     make_single_rank_packs,
     put,
     slot_with_room,
     take,
+    waits_for_host,
 )
 from fcp_cli.util.compiling import inlined, kernel, leaf
 
@@ -240,27 +242,36 @@ def _best_exchange(
 
     Neighbouring bins are similar, so a sample is spread over all bins and shifted from call to call.
     """
-    stride, evaluations = max(1, bins // _SAMPLE), 0
+    stride, evaluations, hosts = max(1, bins // _SAMPLE), 0, inputs.prices.host > 0.0
     best, best_i, best_j, best_bin = singles.free[worst] + _EPSILON, END, END, NONE
     i = singles.head[worst]
     while i != END:
         work, tokens = sequences.work[i], sequences.tokens[i]
-        at = singles.slot_tokens[worst, singles.slot_of[i]]
+        slot, alone = singles.slot_of[i], 0.0
+        at = singles.slot_tokens[worst, slot]
         # If the sequence is alone in its slot, moving it also saves the slot's fixed seconds.
-        alone = inputs.prices.beta if at + tokens == inputs.tokens_per_rank else 0.0
+        if at + tokens == inputs.tokens_per_rank:
+            alone = inputs.prices.beta + waits_for_host(work, inputs)
+        elif hosts:
+            alone = eased(worst, slot, -work, inputs, singles)
         for k in range(min(bins, _SAMPLE)):
             c = (sample + k * stride) % bins
             # Too full to improve on the best exchange so far.
             if c == worst or singles.free[c] <= best:
                 continue
             evaluations += 1
-            score = min(singles.free[worst] + work + alone, singles.free[c] - work)
+            # At best the slot waits for its host as long as the sequence takes.
+            score = min(singles.free[worst] + work + alone, singles.free[c] - (0.0 if hosts else work))
             if score > best:
+                to = slot_with_room(c, tokens, inputs, singles)
                 # Without an open slot with room, a move opens one for beta, if the bin has a closed one.
-                if slot_with_room(c, tokens, inputs, singles) == NONE:
-                    score = min(score, singles.free[c] - work - inputs.prices.beta)
+                if to == NONE:
+                    opened = inputs.prices.beta + waits_for_host(work, inputs)
+                    score = min(score, singles.free[c] - work - opened)
                     if score > best and closed_slot(c, singles) == NONE:
                         score = best
+                elif hosts:
+                    score = min(score, singles.free[c] - work + eased(c, to, work, inputs, singles))
                 if score > best:
                     best, best_i, best_j, best_bin = score, i, END, c
             j = singles.head[c]
@@ -268,6 +279,9 @@ def _best_exchange(
                 evaluations += 1
                 less = work - sequences.work[j]
                 score = min(singles.free[worst] + less, singles.free[c] - less)
+                if hosts:
+                    kept = singles.free[worst] + less + eased(worst, slot, -less, inputs, singles)
+                    score = min(kept, singles.free[c] - less + eased(c, singles.slot_of[j], less, inputs, singles))
                 if score > best:
                     fewer = tokens - sequences.tokens[j]
                     left = singles.slot_tokens[c, singles.slot_of[j]]

@@ -282,7 +282,7 @@ class _Program:
         return LinearConstraint(held, -np.inf, 0.0)
 
     def _times(self) -> list[LinearConstraint]:
-        """Require makespan >= fixed + linear + attention + exposed ring, and >= fixed + linear + ring."""
+        """Require makespan >= fixed + linear + attention + exposed ring, >= fixed + linear + ring, and >= host."""
         c, bandwidth = self.problem.profile.coefficients, self.problem.profile.bandwidth
         degree = self.degree[None, :].astype(np.float64)
         linear = self.work.unhidden_seconds / degree
@@ -295,7 +295,9 @@ class _Program:
             linear, fixed = linear + halos, fixed + 2 * c.halo_message_seconds * (self.degree > 1)
         hops = c.ring_hop_seconds * (self.degree - 1.0)
         share = c.exposed_ring_share
+        host = c.host_microbatch_seconds + c.host_hop_seconds * (self.degree - 1.0)
         return [
+            *([LinearConstraint(self._rows(0.0 * linear, host, -1.0), -np.inf, 0.0)] if host.any() else []),
             LinearConstraint(self._rows(linear + attention + share * ring, fixed + share * hops, -1.0), -np.inf, 0.0),
             LinearConstraint(self._rows(linear + ring, fixed + hops, -1.0), -np.inf, 0.0),
         ]

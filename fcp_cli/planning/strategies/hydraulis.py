@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from fcp_cli.cost.model import group_seconds
+from fcp_cli.cost.model import clocks
 from fcp_cli.planning.batches import GlobalBatches, spread_steps
 from fcp_cli.planning.drafts import Draft, FunctionSolver, assignment_of, place_groups, quickest, require_power_of_two
 from fcp_cli.planning.problem import Assignment, Batch, Problem, work_on
@@ -81,7 +81,7 @@ def seconds_by_degree(batch: Batch, problem: Problem) -> FloatArray:
     for power in range(problem.num_ranks.bit_length()):
         degree = 1 << power
         work = work_on(batch.work, degree, problem)
-        seconds = group_seconds(problem.profile, work, degree=degree, crosses_nodes=degree > problem.ranks_per_node)
+        seconds, _host = clocks(problem.profile, work, degree=degree, crosses_nodes=degree > problem.ranks_per_node)
         seconds = seconds - problem.profile.coefficients.microbatch_seconds
         rows.append(np.where(work.tokens > degree * problem.tokens_per_rank, np.inf, seconds))
     return np.array(rows)

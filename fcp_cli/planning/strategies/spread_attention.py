@@ -57,7 +57,10 @@ class SpreadAttention:
         """Predict one step; see `PricedStep`."""
         problem, step = self.problem, self.problem.profile.step
         closing, floor = step.closing_seconds(problem.sync), step.floor_seconds(problem.sync)
-        of_ranks = [self.rank_seconds(self, batch.work.take(np.array(pack))) for pack in self._packs(batch.work)]
+        packs, c = self._packs(batch.work), problem.profile.coefficients
+        # Its hosts issue at least the operations of fcp's, and a message to each other rank of the group.
+        host = c.host_microbatch_seconds + c.host_hop_seconds * (self.degree - 1)
+        of_ranks = [np.maximum(self.rank_seconds(self, batch.work.take(np.array(pack))), host) for pack in packs]
         of_packs = sorted((float(ranks.max()) for ranks in of_ranks), reverse=True)
         groups = problem.num_ranks // self.degree
         if problem.sync == "microbatch":

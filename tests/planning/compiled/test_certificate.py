@@ -47,12 +47,13 @@ coefficients:
   chunk_seconds_per_token: {chunk}
   last_hop_bytes_per_token: {home}
   last_hop_seconds: {home}
-{windows}heads:
+{windows}{host}heads:
   query_heads: 4
   key_value_heads: {kv}
   exchange_bytes_per_token: {exchange}
   key_value_exchange_bytes_per_token: {exchange}
   exchange_seconds: {hop}
+  host_exchange_seconds: {host_exchange}
 step: {{wave_floor_seconds: {floor}}}
 {levels}bandwidth_bytes_per_second: {{intra_node: {intra}, inter_node: {inter}}}
 common_ground:
@@ -86,6 +87,14 @@ _WINDOWS = {
 }
 
 
+# The host's clock: not priced; shorter than most packs, with dear messages; longer than most packs.
+_HOSTS = {
+    "none": "",
+    "messages": "  host_microbatch_seconds: 0.5\n  host_hop_seconds: 1.0\n  host_last_hop_seconds: 0.5\n",
+    "slow": "  host_microbatch_seconds: 4.0\n  host_hop_seconds: 0.1\n  host_halo_message_seconds: 0.3\n",
+}
+
+
 @dataclass(frozen=True)
 class Exhaustive:
     """Every schedule of a few sequences on a few ranks."""
@@ -115,9 +124,14 @@ class Exhaustive:
         crosses = len(set(nodes)) > 1
         if work.windows is not None:
             linear += float(work.windows.seconds.sum())
-        return self.recomputation_seconds(tokens / degree) + min(
-            self.split_seconds(attention, linear, tokens, degree, heads_degree, crosses=crosses)
-            + self.halo_seconds(work.tokens.tolist(), degree, heads_degree, crosses=crosses)
+        again, lengths = self.recomputation_seconds(tokens / degree), work.tokens.tolist()
+        return min(
+            max(
+                self.split_seconds(attention, linear, tokens, degree, heads_degree, crosses=crosses)
+                + self.halo_seconds(lengths, degree, heads_degree, crosses=crosses)
+                + again,
+                self.host_seconds(lengths, degree, heads_degree),
+            )
             for heads_degree in ((1, 2, 4) if self.problem.attention else (1,))
             if degree % heads_degree == 0
             and all(len(set(nodes[i : i + heads_degree])) == 1 for i in range(0, degree, heads_degree))
@@ -157,6 +171,23 @@ class Exhaustive:
         share = (tokens / low.tokens - 1.0) / (tokens / low.tokens - tokens / high.tokens)
         return tokens * ((1.0 - share) * low.seconds_per_token + share * high.seconds_per_token)
 
+    def host_seconds(self, lengths: list[int], degree: int, heads_degree: int) -> float:
+        """The seconds in which the host issues a pack."""
+        c, heads, sets = self.problem.profile.coefficients, self.problem.profile.heads, degree // heads_degree
+        assert heads is not None
+        seconds = c.host_microbatch_seconds + heads.host_exchange_seconds * (heads_degree - 1)
+        if sets > 1:
+            seconds += c.host_hop_seconds * (sets - 1) + c.host_last_hop_seconds
+            seconds += c.host_halo_message_seconds * self.halo_messages(lengths, sets)
+        return seconds
+
+    def halo_messages(self, lengths: list[int], sets: int) -> int:
+        """The messages of the halos of sequences in a ring of several sets."""
+        c = self.problem.profile.coefficients
+        if not c.halo_bytes_per_token:
+            return 0
+        return min(2 * math.ceil((int(c.window_tokens) - 1) / (min(lengths) / (2 * sets))), sets + 1)
+
     def halo_seconds(self, lengths: list[int], degree: int, heads_degree: int, *, crosses: bool) -> float:
         """The seconds of the halos of sequences in a ring of sets of `heads_degree` ranks."""
         c, bandwidth, heads = (
@@ -170,10 +201,8 @@ class Exhaustive:
             return 0.0
         copies = max(1.0, heads_degree / heads.key_value_heads)
         rows = sum(min(length, 2 * reach) for length in lengths) * (sets - 1) / sets * copies / heads_degree
-        rounds = math.ceil(reach / (min(lengths) / (2 * sets)))
-        messages = min(2 * rounds, sets + 1)
         speed = bandwidth.inter_node if crosses else bandwidth.intra_node
-        return rows * c.halo_bytes_per_token / speed + messages * c.halo_message_seconds
+        return rows * c.halo_bytes_per_token / speed + self.halo_messages(lengths, sets) * c.halo_message_seconds
 
     def best_waves(self) -> float:
         """The least sum of wave maxima."""
@@ -252,6 +281,8 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
         kv=data.draw(st.sampled_from(["1", "2"]), label="key_value_heads"),
         exchange=data.draw(st.sampled_from(["0.1", "1.0"]), label="exchange"),
         windows=_WINDOWS[data.draw(st.sampled_from(sorted(_WINDOWS)), label="windows")],
+        host=_HOSTS[data.draw(st.sampled_from(sorted(_HOSTS)), label="host")],
+        host_exchange=data.draw(st.sampled_from(["0.0", "0.4"]), label="host_exchange"),
         floor=data.draw(st.sampled_from(["0.0", "1.0", "4.0"]), label="floor"),
         levels=levels and f"recipe: {{recompute: as-needed}}\nrecompute_levels:\n{levels}",
         intra=data.draw(st.sampled_from(["10.0", "2.0"]), label="intra"),
@@ -299,6 +330,8 @@ def test_where_each_rank_holds_the_tokens_that_cost_the_least_each_no_gap_is_lef
         kv="1",
         exchange="1.0",
         windows="",
+        host="",
+        host_exchange="0.0",
         intra="2.0",
         inter="1.0",
         levels=f"recipe: {{recompute: as-needed}}\nrecompute_levels:\n{_LEVELS['frontier']}",

@@ -32,6 +32,10 @@ def packs(draw: st.DrawFn) -> tuple[Problem, Work, int, bool]:
         exposed_ring_share=draw(st.floats(0.0, 1.0)),
         chunk_seconds_per_token=draw(st.floats(0.0, 1e-3)),
         last_hop_seconds=draw(st.floats(0.0, 1.0)),
+        host_microbatch_seconds=draw(st.sampled_from([0.0, 1.0, 100.0, 1000.0])),
+        host_hop_seconds=draw(st.floats(0.0, 1.0)),
+        host_last_hop_seconds=draw(st.floats(0.0, 1.0)),
+        host_halo_message_seconds=draw(st.floats(0.0, 1.0)),
     )
     coefficients = replace(
         coefficients,
@@ -49,6 +53,7 @@ def packs(draw: st.DrawFn) -> tuple[Problem, Work, int, bool]:
         exchange_bytes_per_token=draw(st.floats(1.0, 1e7)),
         key_value_exchange_bytes_per_token=draw(st.floats(1.0, 1e7)),
         exchange_seconds=draw(st.floats(0.0, 1.0)),
+        host_exchange_seconds=draw(st.floats(0.0, 1.0)),
     )
     profile = replace(problem.profile, coefficients=coefficients, bandwidth=bandwidth, heads=heads)
     problem = replace(problem, profile=profile, attention=draw(st.sampled_from([None, "ulysses", "2d"])))
