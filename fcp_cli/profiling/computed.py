@@ -289,17 +289,6 @@ class _Job:
         seconds = self.cluster.message_seconds
         return counted_heads(self.spec, self.recipe, self.cut, message_seconds=seconds) if seconds else None
 
-    def last_hop(self, *, gradient_bytes: int, reached: float) -> tuple[float, float]:
-        """Return bytes per token and seconds of a ring's last hop; (0, 0) if messages take no time.
-
-        Backward needs two more messages than forward: gradients follow one hop behind keys, and return to their owner.
-        """
-        if not self.cluster.message_seconds:
-            return 0.0, 0.0
-        spec, cut = self.spec, self.cut
-        size = spec.key_value_elements("full", "latent") * gradient_bytes * reached / cut.devices
-        return size, 2 * spec.ring_layers * reached * self.cluster.message_seconds / cut.pipeline_parallel
-
     def coefficients(self) -> Coefficients:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe
         operations = forward_operations(spec)
@@ -321,7 +310,6 @@ class _Job:
         hop_messages = messages_per_hop(spec, **sent)
         vision = backward.vision
         matrices = backward.language.total(recomputes=recomputes) * operations.linear_per_token / matrix_rate
-        last_bytes, last_seconds = self.last_hop(gradient_bytes=max(4, kv_bytes), reached=backward.layers)
         return Coefficients(
             attention_seconds_per_token2=passes * operations.attention_per_token2 / attention_rate,
             linear_seconds_per_token=matrices
@@ -344,8 +332,6 @@ class _Job:
             window_tokens=float(spec.window_tokens or 0),
             halo_bytes_per_token=halo_bytes_per_token(spec, **widths, **sent) / devices,
             halo_message_seconds=messages_per_halo(spec, **sent) * cluster.message_seconds / self.cut.pipeline_parallel,
-            last_hop_bytes_per_token=last_bytes,
-            last_hop_seconds=last_seconds,
         )
 
     def assumptions(self) -> dict[str, Any]:
