@@ -112,6 +112,7 @@ def ring_backward(
             shares.append((work, dk_share, dv_share))
     yield from _settle(arrival)
     messages.add(ring.degree - 1, shares)
+    del shares, own_rows  # not needed by the own pair's call, which has all rows
     # Gradients only, home to their owner, while this member attends to its own pair.
     arrival = messages.pass_on(ring.degree)
     kept = SavedForBackward(q, *messages.keys(ring.degree), out, lse)
@@ -308,16 +309,10 @@ class _QueryGradients:
         add(source, self._sum, None, Rows((0, source.shape[0])) if is_same else rows, share)
 
     def total(self, last: Tensor) -> Tensor:
-        """Return the sum with the last share, which has all rows, rounded to the type of the queries."""
-        if self._sum is None:
-            total = last
-        elif self._has_all and self._sum.dtype != self._queries.dtype:
-            total = torch.empty_like(self._queries)
-            add(self._sum, total, None, self._rows, last)
-        else:
-            total = last
+        """Add the sum to the last share, which has all rows, and return it in the type of the queries."""
+        if self._sum is not None:
             add(last, last, None, self._rows, self._sum)
-        return total.to(self._queries.dtype)
+        return last.to(self._queries.dtype)
 
     @property
     def _has_all(self) -> bool:
