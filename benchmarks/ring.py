@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.lockstep import LockstepTransport, run_lockstep
 from fcp_cli.runtime.kernels import select_kernel
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import AttentionSpec, Ring, SavedForBackward
+from fcp_cli.runtime.ring import AttentionSpec, Ring
 from fcp_cli.runtime.ring_attention import attention
 from fcp_cli.runtime.ring_passes import ring_backward, ring_forward
 from fcp_cli.runtime.transport import Handle
@@ -99,8 +99,8 @@ def compare_split(name: str, lengths: tuple[int, ...], degree: int, repeats: int
         )
         run_lockstep(
             [
-                clock.running(ring_backward(ring, grad_out, SavedForBackward(q, k, v, out, lse), AttentionSpec(scale)))
-                for ring, (q, k, v, grad_out), (out, lse) in zip(rings, shards, forward, strict=True)
+                clock.running(ring_backward(ring, grad_out, kept, AttentionSpec(scale)))
+                for ring, (_, _, _, grad_out), kept in zip(rings, shards, forward, strict=True)
             ]
         )
         return clock.seconds

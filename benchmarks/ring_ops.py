@@ -17,8 +17,10 @@ Gradients travel in fp32 in the pass `backward`, and in the type of the keys in 
 
 The column `before` is `benchmarks/ring_ops.json`, written by this program on the commit that the file names.
 
-Groups of u x r ranks that share heads come last: what a member sends in the forward and backward of a layer, beside
-what the cost model says that it sends; and the same of a layer whose tokens attend to a window.
+Then groups of u x r ranks that share heads: what a member sends in the forward and backward of a layer, beside what the
+cost model says that it sends; and the same of a layer whose tokens attend to a window.
+
+The last table counts messages of rings that no attention kernel hides: none starts between issue and wait.
 """
 
 from __future__ import annotations
@@ -49,12 +51,14 @@ from fcp_cli.models.model import load_model
 from fcp_cli.profiling.computed import analytic_profile
 from fcp_cli.runtime import ring_passes, rows
 from fcp_cli.runtime.choices import GradRingDtype
+from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.layout import ShardLayout, shard_layout
 from fcp_cli.runtime.ring import AttentionSpec, Ring
-from fcp_cli.runtime.ring_attention import group_backward, group_forward
+from fcp_cli.runtime.ring_attention import attend_compiled, attention, group_backward, group_forward
 from fcp_cli.runtime.rows import merge
 from fcp_cli.runtime.transport import Handle, drive
+from fcp_cli.util.masks import Mask, full, segments
 
 BACKWARDS: dict[str, GradRingDtype] = {"backward": "fp32", "bf16": "bf16"}
 PASSES = ("forward", *BACKWARDS)
@@ -293,8 +297,7 @@ def predicted_sent(u: int, r: int, window: int | None = None) -> Counts:
     """Return what the cost model says of one layer: seconds where a message takes one, then where a byte does."""
     messages = _priced(u, r, window, message_seconds=1, bytes_per_second=math.inf)
     moved = _priced(u, r, window, message_seconds=0, bytes_per_second=1)
-    if r == 2 and window is None:
-        messages -= 1  # gradients that travel one hop behind have none to travel behind
+    messages += r > 1 and window is None  # the gradients' last hop, which no price needs: a kernel hides it
     return Counts(messages=round(messages), sent_bytes=round(moved))
 
 
@@ -323,6 +326,94 @@ def _priced(u: int, r: int, window: int | None, *, message_seconds: float, bytes
     if window is not None:
         return float(exchanged + halo_seconds(profile, window_work(np.array([tokens]), profile.coefficients), terms)[0])
     return float(exchanged + terms.ring * tokens + terms.hops)
+
+
+PATHS: dict[str, dict[str, Any]] = {
+    "ring": {},
+    "ring, full masks": {"masks": (full(), full())},
+    "ring, segments": {"masks": (segments([(100, 200)]), segments([(7, 300)]))},
+    "ring, values of another size": {"value_dim": 16},
+    "2 x ring": {"heads_degree": 2},
+    "ring, compiled": {"compiled": True},
+    "2 x ring, compiled": {"heads_degree": 2, "compiled": True},
+}
+"""Arguments of `count_unhidden` beside the degree of the ring."""
+
+
+class HidingTransport:
+    """Transport on which zeros arrive at once; it records ring messages with no kernel between issue and wait."""
+
+    def __init__(self) -> None:
+        self.kernels = 0
+        self.unhidden: list[str] = []
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        if receive is not None:
+            receive.zero_()
+        return _InFlight(self, kind, self.kernels)
+
+
+@dataclass(slots=True)
+class _InFlight:
+    transport: HidingTransport
+    kind: str
+    kernels_before: int
+
+    def wait(self) -> None:
+        if "kv" in self.kind and self.transport.kernels == self.kernels_before:
+            self.transport.unhidden.append(self.kind)
+
+
+class _CountedKernel(CpuKernel):
+    def __init__(self, transport: HidingTransport) -> None:
+        super().__init__()
+        self._transport = transport
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        self._transport.kernels += 1
+        return super().forward(*args)
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self._transport.kernels += 1
+        return super().backward(*args)
+
+
+def count_unhidden(
+    degree: int,
+    *,
+    heads_degree: int = 1,
+    masks: tuple[Mask, ...] = (),
+    value_dim: int = 8,
+    compiled: bool = False,
+) -> tuple[list[str], list[str]]:
+    """Return the kinds of the messages that no kernel hides, (forward, backward), of the member with most.
+
+    Args:
+        degree: members of the ring.
+        heads_degree: ranks that share the heads of each.
+        masks: of the pack's two sequences.
+        value_dim: head size of values; keys have 8.
+        compiled: attend as in a compiled graph.
+    """
+    layout = shard_layout((311, 402), degree * heads_degree, heads_degree, masks)
+
+    def of_member(index: int) -> tuple[list[str], list[str]]:
+        transport = HidingTransport()
+        ring = Ring(layout, index, tuple(range(layout.degree)), transport)
+        q, k, v = (
+            torch.zeros(1, heads, ring.tokens, size, requires_grad=True)
+            for heads, size in ((4, 8), (2, 8), (2, value_dim))
+        )
+        with mock.patch.object(ring_passes, "select_kernel", lambda device_type, dtype: _CountedKernel(transport)):
+            if compiled:
+                out = attend_compiled(q, k, v, ring, AttentionSpec(1.0), None)
+            else:
+                out = attention(q, k, v, ring=ring)
+            forward = list(transport.unhidden)
+            torch.autograd.backward(out.sum())
+        return forward, transport.unhidden[len(forward) :]
+
+    return max(map(of_member, range(layout.degree)), key=lambda found: sum(map(len, found)))
 
 
 def measure() -> dict[str, Any]:
@@ -357,6 +448,12 @@ def main() -> None:
         sent = f"{counted.sent_bytes / MIB:10.1f} {predicted.sent_bytes / MIB:10.1f}"
         group = f"{u} x {r}" + (f", window of {window}" if window else "")
         print(f"{group:<24} {counted.messages:9} {predicted.messages:10} {sent}")
+    print()
+    print(f"{'unhidden messages':<32} {'degree':>6}  {'forward':<16} backward")
+    for path, arguments in PATHS.items():
+        for degree in range(2, 9):
+            in_forward, in_backward = (", ".join(kinds) or "0" for kinds in count_unhidden(degree, **arguments))
+            print(f"{path:<32} {degree:6}  {in_forward:<16} {in_backward}")
 
 
 def print_pass(name: str, pass_: str, before: dict[str, int], after: dict[str, int], *, hops: int) -> None:

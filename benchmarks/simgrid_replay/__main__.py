@@ -100,7 +100,7 @@ def _works(row: MicroBatch, problem: Problem) -> Iterator[tuple[int, dict[str, A
                 "linear_seconds": seconds["linear"],
                 "attention_seconds": seconds["attention"],
                 "ring": {**neighbours, "bytes": seconds["ring_bytes"] / hops} if hops else None,
-                "home": {**neighbours, "bytes": seconds["home"] * rate} if hops else None,
+                "home": {**neighbours, "bytes": seconds["home"] * rate} if seconds["home"] else None,
                 "gather": _gather(rank, problem),
             },
         )

@@ -64,7 +64,7 @@ def run(rank: int, program: list[dict[str, Any]], blocks: int, barrier: Any, end
                 sent = _exchange(work["ring"], name, rank, share=1 / blocks) if hop < work["hops"] else []
                 this_actor.execute(work["attention_seconds"] / blocks / (work["hops"] + 1) * _FLOPS)
                 _wait(sent)
-            if work["hops"]:
+            if work["home"]:
                 _wait(_exchange(work["home"], f"{work['name']}.{block}.home", rank, share=1 / blocks))
         for comms in gathers:
             _wait(comms)

@@ -27,11 +27,11 @@ MEANINGS = {
     "window_tokens": "of a window",
     "halo_bytes_per_token": "of layers with windows, per token of what travels of them; rings carry the others",
     "halo_message_seconds": "fixed cost of one message of a halo, forward and backward, all layers with windows",
-    "last_hop_bytes_per_token": "of alpha3, dK/dV on their way home, hidden by nothing",
-    "last_hop_seconds": "messages of a ring in addition to its hops",
+    "last_hop_bytes_per_token": "of alpha3, in a last hop that no kernel hides",
+    "last_hop_seconds": "messages of a last hop that no kernel hides",
     "host_microbatch_seconds": "the host's clock: to issue a micro-batch without messages; a pack takes the longer one",
     "host_hop_seconds": "the host's clock: to issue one hop, forward and backward, all layers",
-    "host_last_hop_seconds": "the host's clock: to issue a ring's messages in addition to its hops",
+    "host_last_hop_seconds": "the host's clock: to issue a ring's message in addition to its hops",
     "host_halo_message_seconds": "the host's clock: to issue one message of a halo, all layers with windows",
     "host_exchange_seconds": "the host's clock: to issue the messages to one rank that shares the heads",
     "query_heads": "query heads of a device",
@@ -115,7 +115,7 @@ def hidden_ring_tokens(profile: CostProfile, *, degree: int, tier: Tier) -> floa
         return None
     bandwidth = profile.bandwidth.intra_node if tier == "intra_node" else profile.bandwidth.inter_node
     hidden = 1 - c.exposed_ring_share
-    ring_bytes = c.ring_bytes_per_token * (degree - 1) - c.last_hop_bytes_per_token  # the last hop is never hidden
+    ring_bytes = c.ring_bytes_per_token * (degree - 1) - c.last_hop_bytes_per_token
     per_token = hidden * ring_bytes / bandwidth - c.chunk_seconds_per_token * (degree - 1)
     fixed = hidden * c.ring_hop_seconds * (degree - 1) * degree
     if c.halo_bytes_per_token:

@@ -40,8 +40,9 @@ the recomputed tokens, share times t, are linear in t, and so are the seconds.
 The degree is d = u r with the Ulysses degree u: each Ulysses group of u ranks splits the heads, and r of them form a
 ring. q and k are the exchange's bytes per token of queries and of keys. c = max(1, u / key_value_heads) counts the
 copies of a key/value head if there are fewer of them than ranks. With s = 0, the default, attention may hide all of the
-ring but its last hop; with s = 1 it hides nothing. Exchanges are never hidden. The second term of attention is the cost
-of a ring's r - 1 further kernels on shorter chunks, and of merging their results.
+ring but `home`, 0 unless a profile prices an exposed last hop; with s = 1 it hides nothing. Exchanges are never hidden.
+The second term of attention is the cost of a ring's r - 1 further kernels on shorter chunks, and of merging
+their results.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class Coefficients:
     window_tokens: NonNegative = 0.0  # window length
     halo_bytes_per_token: NonNegative = 0.0  # like alpha3, for layers with a halo exchange instead of a ring
     halo_message_seconds: Overhead = 0.0  # per halo message, forward and backward, all such layers
-    last_hop_bytes_per_token: NonNegative = 0.0  # part of alpha3: dK/dV returning to their owner, never hidden
-    last_hop_seconds: Overhead = 0.0  # per ring, on top of its hops: extra messages of dK/dV compared with K/V
+    last_hop_bytes_per_token: NonNegative = 0.0  # part of alpha3: a last hop that no kernel hides
+    last_hop_seconds: Overhead = 0.0  # per ring, on top of its hops: latency of such a last hop
     # The host's clock: seconds to issue the operations of a micro-batch, and the messages of its ring and halos.
     host_microbatch_seconds: Overhead = 0.0
     host_hop_seconds: Overhead = 0.0

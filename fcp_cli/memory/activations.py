@@ -307,6 +307,19 @@ def replicated_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision, cop
     return precision.activation * (copies - 1) * (spec.key_size(kind) + spec.value_size(kind))
 
 
+def received_bytes(spec: ModelSpec, kind: LayerKind, recipe: Recipe, precision: Precision) -> int:
+    """Return the bytes per token of keys and values that a ring saves besides the layer's own, which stay as well.
+
+    A ring saves the pair of the previous member in place of the own one, which is freed unless something else needs it:
+    an earlier layer whose keys and values this one reuses, or recomputation, whose kept products include the values.
+    """
+    if not kind.attends:
+        return 0
+    own = spec.key_size(kind) if kind.reuses else 0
+    values = spec.value_size(kind) if kind.reuses or recipe.recompute == "elementwise" else 0
+    return precision.activation * (own + values)
+
+
 def exchanged_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     """Return the extra bytes per token of attention's backward under Ulysses.
 
@@ -366,9 +379,9 @@ def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool
 
 
 def forward_ring_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Return the bytes per token of ring buffers in a forward-only pass: two for keys and values."""
+    """Return the bytes per token of ring buffers in a forward-only pass: two for keys and values, and a saved pair."""
     attending = [spec.key_size(kind) + spec.value_size(kind) for kind in spec.kinds if kind.attends]
-    return 2 * max(attending, default=0) * precision.activation
+    return 3 * max(attending, default=0) * precision.activation
 
 
 def final_norm_bytes(spec: ModelSpec, precision: Precision) -> int:

@@ -102,8 +102,8 @@ class _MicroBatch:
         """Return the peak of a layer's backward, between the matrices of its MLP."""
         spec, recipe, precision = self.state.spec, self.state.recipe, self.state.precision
         again = activations.recomputed_bytes(spec, kind, recipe, precision)
-        # Under full recomputation only the current layer has replicated K/V; else `_kept` counts those of all layers.
-        copies = self._replicated(kind) if recipe.recompute == "full" else 0.0
+        # Under full recomputation only the current layer has K/V of others; else `_kept` counts those of all layers.
+        copies = self._keys_of_others(kind) if recipe.recompute == "full" else 0.0
         layer = again + activations.mlp_backward_bytes(spec, kind, precision) + copies
         items = (self._item("one layer", layer), self.state.new_gradients(), self._copies_of_backward())
         return Moment(name="backward of a layer", items=(*self.held, *self._kept(), *items))
@@ -121,9 +121,11 @@ class _MicroBatch:
         # If recomputed, the MLP's activations count as the layer's working memory, not as kept ones.
         if again:
             working, gone = working + again - gone, 0
-        if self.shares_heads:  # gradients of replicated K/V: a hop's and their sum, plus the recomputed copies
+        if self.shares_heads:  # gradients of replicated K/V: a hop's and their sum
             working += activations.exchanged_bytes(spec, kind, precision)
-            working += self._replicated(kind) * (3 if recipe.recompute == "full" else 2)
+            working += self._replicated(kind) * 2
+        if recipe.recompute == "full":
+            working += self._keys_of_others(kind)
         rings = activations.ring_bytes(spec, kind, precision) if self.in_rings else 0
         items = (
             self._item("one layer", working),
@@ -195,7 +197,7 @@ class _MicroBatch:
             * reached
             * (
                 activations.kept_bytes(spec, kind, recipe, precision)
-                + (0 if recipe.recompute == "full" else self._replicated(kind))
+                + (0 if recipe.recompute == "full" else self._keys_of_others(kind))
             )
             for kind, count in spec.kinds.items()
         )
@@ -206,6 +208,11 @@ class _MicroBatch:
             self._item("visual tokens", activations.vision_bytes(spec, recipe, precision)),
             self._item("micro-batch", activations.input_bytes(spec, precision)),
         )
+
+    def _keys_of_others(self, kind: LayerKind) -> float:
+        """Return the bytes per token of saved keys and values on top of the rank's own: replicated, or of a ring."""
+        received = activations.received_bytes(self.state.spec, kind, self.state.recipe, self.state.precision)
+        return self._replicated(kind) + (received if self.in_rings else 0)
 
     def _replicated(self, kind: LayerKind) -> float:
         return activations.replicated_bytes(self.state.spec, kind, self.state.precision, self.copies)

@@ -297,16 +297,6 @@ class _Job:
         heads = counted_heads(self.spec, self.recipe, self.cut, message_seconds=seconds)
         return replace(heads, host_exchange_seconds=heads.exchange_seconds * host / seconds)
 
-    def last_hop(self, *, gradient_bytes: int, reached: float) -> tuple[float, float]:
-        """Return bytes per token and messages of a ring's last hop; (0, 0) if messages take no time.
-
-        Backward needs two more messages than forward: gradients follow one hop behind keys, and return to their owner.
-        """
-        if not self.cluster.message_seconds:
-            return 0.0, 0.0
-        size = self.spec.key_value_elements("full", "latent") * gradient_bytes * reached / self.cut.devices
-        return size, 2 * self.spec.ring_layers * reached
-
     def coefficients(self) -> Coefficients:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe
         operations = forward_operations(spec)
@@ -329,8 +319,8 @@ class _Job:
         halo, host_halo = self.clocks_of_messages(messages_per_halo(spec, **sent))
         vision = backward.vision
         matrices = backward.language.total(recomputes=recomputes) * operations.linear_per_token / matrix_rate
-        last_bytes, last_messages = self.last_hop(gradient_bytes=max(4, kv_bytes), reached=backward.layers)
-        last, host_last = self.clocks_of_messages(last_messages)
+        # Backward needs one more message than forward: gradients follow one hop behind keys, and return to their owner.
+        _, host_last = self.clocks_of_messages(spec.ring_layers * backward.layers)
         # Without a price of its messages, the host's operations are added to the device's seconds.
         has_clock = cluster.host_message_seconds is not None
         return Coefficients(
@@ -355,8 +345,6 @@ class _Job:
             window_tokens=float(spec.window_tokens or 0),
             halo_bytes_per_token=halo_bytes_per_token(spec, **widths, **sent) / devices,
             halo_message_seconds=halo,
-            last_hop_bytes_per_token=last_bytes,
-            last_hop_seconds=last,
             host_microbatch_seconds=self.issue_seconds() if has_clock else 0.0,
             host_hop_seconds=host_hop,
             host_last_hop_seconds=host_last,

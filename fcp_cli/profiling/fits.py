@@ -240,11 +240,9 @@ def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *,
     inter = min(across, default=prior.bandwidth.inter_node)
     again = recipe.recompute == "full"
     c, hop_seconds = prior.coefficients, messages_per_hop(spec, recompute=again) * latency
-    last_hop_seconds = c.last_hop_seconds * hop_seconds / c.ring_hop_seconds if c.ring_hop_seconds else 0.0
     coefficients = replace(
         c,
         ring_hop_seconds=hop_seconds,
-        last_hop_seconds=last_hop_seconds,
         halo_message_seconds=messages_per_halo(spec, recompute=again) * latency,
     )
     return replace(

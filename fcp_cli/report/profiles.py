@@ -62,6 +62,11 @@ def reading(profile: CostProfile, degrees: Sequence[int]) -> list[str]:
         lines.append(f"Host: below {host_bound:,.0f} tokens a rank waits for its host, whatever its device computes.")
     rings = sorted(degree for degree in degrees if degree > 1)
     lines += [line for degree in dict.fromkeys(rings[:1] + rings[-1:]) if (line := _hidden_ring(profile, degree))]
+    if profile.coefficients.last_hop_bytes_per_token or profile.coefficients.last_hop_seconds:
+        lines.append(
+            "Last hop: priced as exposed, as in fcp's rings of earlier versions and in MindSpore's; a kernel hides it "
+            "now. 'fcp profile --analytic' computes prices without it."
+        )
     tokens_per_rank = profile.memory.tokens_per_rank()
     if tokens_per_rank is None:
         lines.append("Token budget: unknown, since the memory block is empty; fcp plan needs --tokens-per-rank.")

@@ -597,7 +597,7 @@ class RingMember:
         return self.layout.tokens(self.index)
 
     def source(self, hop: int) -> int:
-        """Return the member whose keys and values this one holds at `hop`: itself at hop 0, then its predecessors."""
+        """Return the member whose keys and values this one holds at `hop`: itself at hops 0 and d."""
         return (self.index - hop) % self.degree
 
     def work(self, hop: int, *, packed: bool = True) -> tuple[Hop, ...]:

@@ -42,7 +42,8 @@ class SavedForBackward(NamedTuple):
 
     Attributes:
         q: [T, H, D]
-        k, v: [T, G, D] and [T, G, Dv]
+        k, v: [T', G, D] and [T', G, Dv] of the member that comes first in backward: the previous one in a ring, the
+            member itself at degree 1 and with a halo exchange.
         out: [T, H, Dv] of the member's own tokens and all heads, which the model keeps in any case.
         lse: [T, H]
     """

@@ -27,7 +27,7 @@ from fcp_cli.runtime.exchange import of_products, row_products
 from fcp_cli.runtime.kernels import lse_dtype
 from fcp_cli.runtime.recompute import attention_stage
 from fcp_cli.runtime.ring import AttentionSpec, Ring, SavedForBackward, implicit_ring, ring_of_handle, runs_outside
-from fcp_cli.runtime.ring_passes import ring_backward, ring_forward
+from fcp_cli.runtime.ring_passes import first_hop, ring_backward, ring_forward
 from fcp_cli.runtime.rows import pack, unpack
 from fcp_cli.runtime.transport import Waits, drive
 from fcp_cli.runtime.windows import fits_in, window_backward, window_forward
@@ -209,24 +209,35 @@ def group_forward(
         out [T, H, Dv] in the type of q, and the tensors to save for `group_backward`.
     """
     if member.ulysses_degree == 1:
-        out, lse = yield from _forward(member, q, k, v, spec, sinks)
-        return out, SavedForBackward(q, k, v, out, lse)
-    exchange, heads = member.head_exchange(), q.shape[1]
+        kept = yield from _forward(member, q, k, v, spec, sinks)
+        return kept.out, kept
+    exchange, ring, heads = member.head_exchange(), member.ring_of_head_group(), q.shape[1]
     q, k, v = yield from exchange.to_heads("heads", q, k, v)
+    if ring.degree > 1:
+        # Saving a view of what was received would also keep the own keys and values, which backward does not need.
+        q = q.clone()
     own_sinks = None if sinks is None else member.own_heads(sinks)
-    out, lse = yield from _forward(member.ring_of_head_group(), q, k, v, spec, own_sinks)
-    (own,) = yield from exchange.to_tokens("tokens", out, heads=(heads,))
-    return own, SavedForBackward(q, k, v, own, lse)
+    kept = yield from _forward(ring, q, k, v, spec, own_sinks)
+    (own,) = yield from exchange.to_tokens("tokens", kept.out, heads=(heads,))
+    return own, kept._replace(out=own)
 
 
 def _forward(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
-) -> Waits[tuple[Tensor, Tensor]]:
-    if spec.window is None or fits_in(spec.window, ring.ring_layout):
-        out, lse = yield from ring_forward(ring, q, k, v, spec)
+) -> Waits[SavedForBackward]:
+    if (window := _halo_window(ring, spec)) is None:
+        kept = yield from ring_forward(ring, q, k, v, spec)
     else:
-        out, lse = yield from window_forward(ring, q, k, v, spec, spec.window)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+        kept = yield from window_forward(ring, q, k, v, spec, window)
+    if sinks is None:
+        return kept
+    out, lse = with_sinks(kept.out, kept.lse, sinks)
+    return kept._replace(out=out, lse=lse)
+
+
+def _halo_window(ring: Ring, spec: AttentionSpec) -> int | None:
+    """Return the window of a layer that exchanges halos, or None if its keys and values travel around the ring."""
+    return None if spec.window is None or fits_in(spec.window, ring.ring_layout) else spec.window
 
 
 class Gradients(NamedTuple):
@@ -280,9 +291,9 @@ def group_backward(
 def _backward(
     ring: Ring, grad_out: Tensor, kept: SavedForBackward, spec: AttentionSpec
 ) -> Waits[tuple[Tensor, Tensor, Tensor]]:
-    if spec.window is None or fits_in(spec.window, ring.ring_layout):
+    if (window := _halo_window(ring, spec)) is None:
         return (yield from ring_backward(ring, grad_out, kept, spec))
-    return (yield from window_backward(ring, grad_out, kept, spec, spec.window))
+    return (yield from window_backward(ring, grad_out, kept, spec, window))
 
 
 def lse_of_tokens(member: Ring, kept: SavedForBackward, *, heads: int) -> Waits[Tensor]:
@@ -293,17 +304,22 @@ def lse_of_tokens(member: Ring, kept: SavedForBackward, *, heads: int) -> Waits[
     return lse.squeeze(-1)
 
 
-def exchanged_again(member: Ring, own: SavedForBackward) -> Waits[SavedForBackward]:
-    """Rebuild the tensors that `group_forward` saves from the member's own tokens, by repeating the head exchanges.
+def received_again(member: Ring, own: SavedForBackward, spec: AttentionSpec) -> Waits[SavedForBackward]:
+    """Rebuild the tensors that `group_forward` saves from the member's own tokens.
 
-    Compiled graphs only save tensors of the member's own tokens; see `lse_of_tokens`.
+    Compiled graphs only save tensors of the member's own tokens (see `lse_of_tokens`), so the head exchanges and the
+    ring's first hop are repeated.
     """
-    if member.ulysses_degree == 1:
-        return own
-    exchange = member.head_exchange()
-    q, k, v = yield from exchange.to_heads("heads", own.q, own.k, own.v)
-    (lse,) = yield from exchange.to_heads("lse", own.lse.unsqueeze(-1))
-    return SavedForBackward(q, k, v, own.out, lse.squeeze(-1))
+    ring, kept = member, own
+    if member.ulysses_degree > 1:
+        exchange, ring = member.head_exchange(), member.ring_of_head_group()
+        q, k, v = yield from exchange.to_heads("heads", own.q, own.k, own.v)
+        (lse,) = yield from exchange.to_heads("lse", own.lse.unsqueeze(-1))
+        kept = SavedForBackward(q, k, v, own.out, lse.squeeze(-1))
+    if _halo_window(ring, spec) is not None:
+        return kept
+    k, v = yield from first_hop(ring, kept.k, kept.v)
+    return kept._replace(k=k, v=v)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -390,9 +406,9 @@ def _attention_backward_operator(
     ring.begin_backward()
     tokens = ring.tokens
     own = SavedForBackward(pack(q, tokens), pack(k, tokens), pack(v, tokens), pack(out, tokens), lse[:tokens])
-    # The graph saves own tokens only: their number is fixed, but that of the exchanged tensors depends on the ring.
-    kept, grad = drive(exchanged_again(ring, own)), pack(grad_out, tokens)
     spec = AttentionSpec(scale, window, softcap)
+    # The graph saves own tokens only: their number is fixed, but that of the received tensors depends on the ring.
+    kept, grad = drive(received_again(ring, own, spec)), pack(grad_out, tokens)
     grads = drive(group_backward(ring, grad, kept, spec, sinks, kv_heads=k.shape[1]))
     dq, dk, dv = (unpack(grad.contiguous(), q.shape[2]) for grad in grads[:3])
     # The operator's schema requires four tensors, so None becomes an empty one.

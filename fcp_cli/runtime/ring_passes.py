@@ -5,14 +5,17 @@ results are merged by their log-sum-exp (Liu et al., "Ring Attention with Blockw
 Brandon et al., "Striped Attention", and the ring-flash-attention project). In backward, keys and values travel again.
 Their gradients follow in the same messages, one hop behind, until they reach their owner, which adds its own share.
 
-Of d members, member i holds at hop h the keys and values of member (i - h) mod d:
+Of d members, member i holds at hop h the keys and values of member (i - h) mod d. Forward runs hops 0 to d - 1, and
+backward hops 1 to d:
 
-    hop                   0      1        2               3               ...   d - 1       (end)
-    member i holds        own    of i-1   of i-2          of i-3          ...   of i+1
+    hop                   0      1        2               3               ...   d - 1            d
+    member i holds        own    of i-1   of i-2          of i-3          ...   of i+1           own
     it sends, forward     own    i-1's    i-2's           i-3's           ...
-              backward    own    i-1's    i-2's, d(i-1)   i-3's, d(i-2)   ...   d(i+2)      d(i+1)
+              backward           i-1's    i-2's, d(i-1)   i-3's, d(i-2)   ...   i+1's, d(i+2)    d(i+1)
 
-d(j) denotes the gradients of member j's keys and values, summed over members j+1 to i.
+d(j) denotes the gradients of member j's keys and values, summed over members j+1 to i. A member saves the pair that it
+received first, of member i-1, and not its own, which comes around the ring. So backward ends with its own pair, and the
+last message, gradients on their way home, is in flight while a kernel runs, like all others.
 
 To avoid deadlock, every member issues one send to the next and one receive from the previous member as *one* batch, in
 the same order on all members, and computes while the batch is in flight. The passes are generators that yield the
@@ -29,11 +32,11 @@ from torch import Tensor
 from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
 from fcp_cli.runtime.layout import Hop, Rows
 from fcp_cli.runtime.ring import AttentionSpec, Ring, SavedForBackward
-from fcp_cli.runtime.rows import Pair, add, add_pair, merge, take, take_pair, take_with_lse
+from fcp_cli.runtime.rows import Pair, add, add_pair, merge, put, take, take_pair, take_with_lse
 from fcp_cli.runtime.transport import Handle, Waits
 
 
-def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Waits[tuple[Tensor, Tensor]]:
+def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Waits[SavedForBackward]:
     """Run the forward of one member; yield the handles to wait for.
 
     Args:
@@ -43,28 +46,29 @@ def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpe
         spec: settings of the layer's attention, without a window.
 
     Returns:
-        out [T, H, Dv] in the type of q, and the final lse [T, H] in fp32 (fp64 for fp64).
+        q, the keys and values of the previous member (at degree 1 the member's own), out in the type of q, and the
+        final lse in fp32 (fp64 for fp64).
     """
     kernel, scale = kernel_of(q, spec), spec.scale
     if ring.degree == 1:
         out, lse = _forward_own(kernel, ring, q, k, v, scale)
-        return out.to(q.dtype), lse
+        return SavedForBackward(q, k, v, out.to(q.dtype), lse)
 
     messages = _Messages(ring, k, v)
     # Send the own keys first, so that they travel while this member attends to them.
     arrival = messages.pass_on(0)
     out, lse = _forward_own(kernel, ring, q, k, v, scale)
-    sums, queries = _Sums(ring, out, lse.dtype), _Gathered(q)
+    outputs, queries = _Outputs(ring, out, lse.dtype), _Gathered(q)
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
         # Issue before this hop's kernels, so that the next keys arrive in the other buffer while they run.
         arrival = messages.pass_on(hop)
-        keys, places = messages.keys(hop), sums.places(hop)
+        keys, places = messages.keys(hop), outputs.places(hop)
         for work in ring.work(hop, packed=kernel.packed):
             (rows,) = queries.at(work.q_rows)
             part, part_lse = kernel.forward(rows, *take_pair(keys, work.k_rows), work.segments, scale)
             merge(*places, lse, work.q_rows, part, part_lse)
-    return out.to(q.dtype), lse
+    return SavedForBackward(q, *messages.keys(1), out.to(q.dtype), lse)
 
 
 def ring_backward(
@@ -78,8 +82,8 @@ def ring_backward(
     Args:
         grad_out: [T, H, Dv].
         ring, spec: as given to `ring_forward`.
-        kept: q, k and v as given to `ring_forward`, out and lse as it returned them. As out and lse cover whole rows,
-            each hop's dq, dk and dv are exact shares that only need to be added.
+        kept: as returned by `ring_forward`. As out and lse cover whole rows, each hop's dq, dk and dv are exact shares
+            that only need to be added.
 
     Returns:
         (dq [T, H, D], dk [T, G, D], dv [T, G, Dv]).
@@ -91,29 +95,46 @@ def ring_backward(
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     messages = _Messages(ring, k, v, lse.dtype if ring.grad_dtype == "fp32" else k.dtype)
-    arrival = messages.pass_on(0)
-    dq, dk, dv = _backward_own(kernel, ring, grad_out, kept, scale)
-    sums, own_rows = _Sums(ring, dq, lse.dtype), _Gathered(grad_out, q, out, lse)
+    sum_of_dq, own_rows = _QueryGradients(q, lse.dtype), _Gathered(grad_out, q, out, lse)
+    arrival: Handle | None = None
     shares: list[tuple[Hop, Tensor, Tensor]] = []  # of the previous hop
     for hop in range(1, ring.degree):
         yield from _settle(arrival)
         # Before message `hop` leaves, since it carries the gradient sums for the pair of hop - 1.
         messages.add(hop - 1, shares)
         arrival = messages.pass_on(hop)
-        shares, keys, places = [], messages.keys(hop), sums.places(hop)
+        shares, keys = [], messages.keys(hop)
         for work in ring.work(hop, packed=kernel.packed):
             dos, qs, outs, lses = own_rows.at(work.q_rows)
             ks, vs = take_pair(keys, work.k_rows)
             dq_share, dk_share, dv_share = kernel.backward(dos, qs, ks, vs, outs, lses, work.segments, scale)
-            add(*places, work.q_rows, dq_share)
+            sum_of_dq.add(work.q_rows, dq_share)
             shares.append((work, dk_share, dv_share))
     yield from _settle(arrival)
     messages.add(ring.degree - 1, shares)
-    # Gradients only, home to their owner: no member needs the keys any more.
-    yield from _settle(messages.pass_on(ring.degree))
+    del shares, own_rows  # not needed by the own pair's call, which has all rows
+    # Gradients only, home to their owner, while this member attends to its own pair.
+    arrival = messages.pass_on(ring.degree)
+    kept = SavedForBackward(q, *messages.keys(ring.degree), out, lse)
+    dq, dk, dv = _backward_own(kernel, ring, grad_out, kept, scale)
+    dq = sum_of_dq.total(dq)
+    yield from _settle(arrival)
     for own, arrived in zip((dk, dv), messages.gradients(ring.degree), strict=True):
         own.add_(arrived)  # summed in the wider type, and rounded once
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def first_hop(ring: Ring, k: Tensor, v: Tensor) -> Waits[tuple[Tensor, Tensor]]:
+    """Return the keys and values that `ring_forward` saves, which no kernel hides; yield the handles to wait for.
+
+    For a backward that has saved the member's own.
+    """
+    if ring.degree == 1:
+        return k, v
+    messages = _Messages(ring, k, v)
+    yield from _settle(messages.pass_on(0))
+    first, second = messages.keys(1)
+    return first, second
 
 
 def kernel_of(q: Tensor, spec: AttentionSpec) -> AttentionKernel:
@@ -124,39 +145,50 @@ def kernel_of(q: Tensor, spec: AttentionSpec) -> AttentionKernel:
 
 
 class _Messages:
-    """Messages of a ring in two buffers: one is sent while the next message arrives in the other.
+    """Messages of a pass in two buffers: one is sent while the next message arrives in the other.
 
     Message h, which a member sends at hop h, holds the keys and values of that hop, followed in memory by the gradient
     sums for those of hop h - 1. The next member needs both at its next hop, so a message is updated in place and sent
-    on. Keys are not sent home, and sums start at hop 1, since their owner adds its own share at the end.
+    on. Sums start at hop 1, since their owner adds its own share at the end.
 
     Keys come first, then values, whose heads may have another size: separate blocks need no padding. If the sizes are
     equal, the two blocks are one [2, tokens, G, D].
 
     Two buffers are enough: a member waits for message h - 1 to complete before it issues message h, and message h + 1
-    arrives in the buffer that message h - 1 was sent from.
+    arrives in the buffer that message h - 1 was sent from. Message 1 of a forward is saved for backward, so it has a
+    buffer of its own.
     """
 
-    __slots__ = ("_buffers", "_grad_dtype", "_ring", "_shapes")
+    __slots__ = ("_buffers", "_grad_dtype", "_last_keys", "_ring", "_saved", "_shapes")
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None = None) -> None:
-        """Copy the member's own pair into the first message; without `grad_dtype`, no gradients are sent."""
+        """Copy the first pair into the first message.
+
+        Args:
+            ring: the member's view of a ring.
+            k, v: of the member itself in forward, of the previous member in backward.
+            grad_dtype: data type in which backward sends gradients; None in forward, which sends none.
+        """
         self._ring = ring
         self._shapes = k.shape[1:], v.shape[1:]
         self._grad_dtype = grad_dtype
+        first = 0 if grad_dtype is None else 1
+        self._last_keys = ring.degree - 1 + first  # hop in which a pass needs its last pair
         # Every member's pair passes through, so the buffers must fit the largest.
         size = self._numel(ring.layout.most_tokens)
         if grad_dtype is not None:
             size += size * grad_dtype.itemsize // k.dtype.itemsize
         # Buffers have the keys' data type; gradients are accessed through a view.
-        self._buffers = (k.new_empty(size), k.new_empty(size))
-        own = self.keys(0)
-        own[0].copy_(k)
-        own[1].copy_(v)
+        needs_second = grad_dtype is not None or ring.degree > 3
+        self._buffers = (k.new_empty(size), k.new_empty(size if needs_second else 0))
+        self._saved = k.new_empty(self._numel(self._tokens(1))) if grad_dtype is None else None
+        pair = self.keys(first)
+        pair[0].copy_(k)
+        pair[1].copy_(v)
 
     def keys(self, hop: int) -> Pair:
         """Return the keys and values that this member holds at `hop`."""
-        return self._pair(self._buffers[hop % 2], self._tokens(hop))
+        return self._pair(self._buffer(hop), self._tokens(hop))
 
     def gradients(self, hop: int) -> Pair:
         """Return the gradient sums for the pair of `hop`; message `hop` + 1 carries them."""
@@ -164,7 +196,7 @@ class _Messages:
 
     def add(self, hop: int, shares: Sequence[tuple[Hop, Tensor, Tensor]]) -> None:
         """Add a member's own shares to the gradient sums for the pair of `hop`; at hop 1, zero the sums first."""
-        if hop == 0:
+        if hop == 0:  # before the first hop of backward
             return
         if hop == 1:
             self._flat_gradients(hop).zero_()
@@ -175,7 +207,7 @@ class _Messages:
     def pass_on(self, hop: int) -> Handle | None:
         """Send message `hop` to the next member and receive message `hop` + 1; return None if both are empty."""
         ring = self._ring
-        has_keys, has_gradients = hop + 1 < ring.degree, self._grad_dtype is not None and hop > 1
+        has_keys, has_gradients = hop < self._last_keys, self._grad_dtype is not None and hop > 1
         kind = "+".join(kind for kind, travels in (("kv", has_keys), ("dkv", has_gradients)) if travels)
         send, receive = (self._part(hop + i, has_keys, has_gradients) for i in (0, 1))
         return ring.channel.start(kind, send, ring.index + 1, receive, ring.index - 1)
@@ -183,7 +215,10 @@ class _Messages:
     def _flat_gradients(self, hop: int) -> Tensor:
         assert self._grad_dtype is not None
         start, stop = self._span(hop + 1)[1:]
-        return self._buffers[(hop + 1) % 2][start:stop].view(self._grad_dtype)
+        return self._buffer(hop + 1)[start:stop].view(self._grad_dtype)
+
+    def _buffer(self, message: int) -> Tensor:
+        return self._buffers[message % 2] if message != 1 or self._saved is None else self._saved
 
     def _pair(self, flat: Tensor, tokens: int) -> Pair:
         """View the beginning of a message, or of its gradients, as a pair for keys and values."""
@@ -196,7 +231,7 @@ class _Messages:
     def _part(self, message: int, has_keys: bool, has_gradients: bool) -> Tensor:
         """Return the part of a message to send, flat and in the keys' data type."""
         start, middle, stop = self._span(message)
-        return self._buffers[message % 2][start if has_keys else middle : stop if has_gradients else middle]
+        return self._buffer(message)[start if has_keys else middle : stop if has_gradients else middle]
 
     def _span(self, message: int) -> tuple[int, int, int]:
         """Return the start of a message's keys, and the start and end of its gradients, in elements."""
@@ -215,8 +250,8 @@ class _Messages:
         return elements + elements % 2
 
 
-class _Sums:
-    """Running result of a member's own rows while later hops are merged in; complete in `result` at the end.
+class _Outputs:
+    """Running output of a member's own rows while later hops are merged in; complete in `result` at the end.
 
     Merging in bf16 would round once per hop, so 16-bit results are merged in the type of lse. The first merge reads
     `result`, and the last merge of each row writes it, so that no separate conversion is needed. This works because the
@@ -241,6 +276,47 @@ class _Sums:
         # Hop `index` brings the keys of member 0, the last hop in which this member's fronts take part.
         is_last_of_fronts = hop == self._ring.index and self._precise is not self._result
         return source, self._precise, self._result if is_last_of_fronts else None
+
+
+class _QueryGradients:
+    """Running sum of a member's query gradients over the hops of backward.
+
+    The first share is the sum, of its rows only: all rows, or the backs, which are the rows of all hops of member 0 but
+    the last. From the second share on, the sum has the type of lse, since 16-bit sums would be rounded once per hop.
+    """
+
+    __slots__ = ("_dtype", "_queries", "_rows", "_sum")
+
+    def __init__(self, queries: Tensor, dtype: torch.dtype) -> None:
+        self._queries, self._dtype = queries, dtype
+        self._sum: Tensor | None = None
+        self._rows = Rows((0, queries.shape[0]))
+
+    def add(self, rows: Rows, share: Tensor) -> None:
+        """Add the share of one kernel call."""
+        if self._sum is None:
+            self._sum, self._rows = share, rows
+            return
+        is_same = rows is self._rows or (rows.span is not None and rows.span == self._rows.span)
+        if not is_same and not self._has_all:  # calls of single sequences, or of a mask
+            total = self._queries.new_zeros(self._queries.shape, dtype=self._dtype)
+            put(total, self._rows, self._sum)
+            self._sum, self._rows = total, Rows((0, self._queries.shape[0]))
+        source = self._sum
+        if source.dtype != self._dtype:
+            self._sum = source.new_empty(source.shape, dtype=self._dtype) if is_same else source.to(self._dtype)
+            source = source if is_same else self._sum
+        add(source, self._sum, None, Rows((0, source.shape[0])) if is_same else rows, share)
+
+    def total(self, last: Tensor) -> Tensor:
+        """Add the sum to the last share, which has all rows, and return it in the type of the queries."""
+        if self._sum is not None:
+            add(last, last, None, self._rows, self._sum)
+        return last.to(self._queries.dtype)
+
+    @property
+    def _has_all(self) -> bool:
+        return self._rows.span == (0, self._queries.shape[0])
 
 
 class _Gathered:

@@ -196,7 +196,7 @@ def _segments(q_lengths: IntArray, k_lengths: IntArray, window: int | None) -> S
 
 def window_forward(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, window: int
-) -> Waits[tuple[Tensor, Tensor]]:
+) -> Waits[SavedForBackward]:
     """Run the forward with a sliding window, to which masks may add tokens ahead; see `ring_passes.ring_forward`."""
     kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
@@ -220,7 +220,7 @@ def window_forward(
         keys = _edge_keys(beyond, k, received[0]), _edge_keys(beyond, v, received[1])
         part = kernel.forward(take(q, beyond.q_rows), *keys, beyond.segments, scale)
         merge(out, out, None, lse, beyond.q_rows, *part)
-    return out.to(q.dtype), lse
+    return SavedForBackward(q, k, v, out.to(q.dtype), lse)
 
 
 def window_backward(

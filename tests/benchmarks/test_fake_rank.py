@@ -51,6 +51,23 @@ def test_the_estimate_is_the_tracked_peak(
     assert memory.total_bytes(tokens) == pytest.approx(tracked_step(job).peak_bytes, rel=0.05)
 
 
+@pytest.mark.parametrize(("degree", "shared"), [(2, 1), (4, 1), (4, 2)])
+def test_values_that_are_kept_beside_those_of_a_ring_are_counted(degree: int, shared: int) -> None:
+    """Recomputation keeps the product of the rank's own values, and the ring saves those of another rank."""
+    recipe, tokens = Recipe(zero_stage=2, recompute="elementwise"), 16_384
+    job = FakeJob(
+        model="qwen3-tiny",
+        recipe=recipe,
+        sync="iteration",
+        tokens=tokens,
+        ranks=8,
+        degree=degree,
+        heads_degree=shared,
+    )
+    memory = rank_memory(load_model("qwen3-tiny"), recipe, sync="iteration", ranks=8).without("communicators")
+    assert memory.total_bytes(tokens) == pytest.approx(tracked_step(job).peak_bytes, rel=0.01)
+
+
 @pytest.fixture(autouse=True)
 def _every_warning() -> Iterator[None]:
     """Let PyTorch repeat warnings that it gives once a process: what a test meets does not depend on those before."""

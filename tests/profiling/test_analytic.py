@@ -3,9 +3,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
+from fcp_cli.cost.model import causal_work, pack_parts
 from fcp_cli.cost.profile import Coefficients, CostProfile, StepTerms, Sync, dump_cost_profile, parse_cost_profile
 from fcp_cli.cost.recipe import KernelName, Recipe, Recompute, ZeroStage
 from fcp_cli.errors import UsageError
@@ -113,6 +115,17 @@ def test_a_hop_is_as_many_messages_as_all_layers_send_forward_and_backward() -> 
     assert hop_seconds("full") == pytest.approx(36 * 3 * 1e-5)
     assert hop_seconds("selective") == hop_seconds()  # what attention computed is kept: no ring runs again
     assert hop_seconds(pipeline_parallel=2) == pytest.approx(18 * 2 * 1e-5)  # a stage's rings
+
+
+def test_attention_may_hide_the_whole_ring() -> None:
+    """As the runtime's does: a kernel runs while the last gradients travel home."""
+    profile = analytic_profile(
+        load_model("qwen3-8b"), load_cluster("h200-8x8"), recipe=ZERO_2, sync="iteration", ranks=64
+    )
+    work = causal_work(np.array([2_000_000]), profile.coefficients)
+    parts = pack_parts(profile, work, degree=64, crosses_nodes=True)
+    assert parts.attention[0] > parts.hidden[0] > 0
+    assert parts.exposed[0] == 0
 
 
 def test_recomputation_adds_a_forward_and_saves_activations() -> None:

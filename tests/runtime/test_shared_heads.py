@@ -53,15 +53,15 @@ def test_a_set_exchanges_rows_of_exact_length_and_its_rings_carry_its_share_of_t
     assert tokens == [26, 25, 25, 25]
     row = 4 * 8  # of one head, in fp64
     sent = [(one.content, one.peer, one.num_bytes // row) for one in operations[3] if one.verb == "send"]
-    of_set = tokens[0] + tokens[1]
+    of_set, of_next = tokens[0] + tokens[1], tokens[2] + tokens[3]
     assert sent == [
         ("heads", 5, tokens[0] * (4 + 1 + 1)),
         ("kv", 8, of_set * 2),
         ("tokens", 5, tokens[1] * 4),
         ("heads", 5, tokens[0] * 4),
         ("delta", 5, tokens[0]),  # a number of each of four heads
-        ("kv", 8, of_set * 2),
-        ("dkv", 8, 2 * (tokens[2] + tokens[3])),
+        ("kv", 8, of_next * 2),  # the pair of the other set, saved in forward, goes home
+        ("dkv", 8, of_next * 2),
         ("tokens", 5, tokens[1] * (4 + 1 + 1)),
     ]
 
@@ -79,14 +79,18 @@ def test_what_stands_for_an_output_has_its_product_with_the_gradient() -> None:
         assert relative_error(again[8], delta[8]) <= 10 * exact
 
 
-def test_a_member_keeps_what_its_model_keeps_of_a_ring() -> None:
+@pytest.mark.parametrize("ring_degree", [1, 2])
+def test_a_member_keeps_what_its_model_keeps_of_a_ring(ring_degree: int) -> None:
     """Of its own tokens, or as much of those of its set: nothing twice."""
-    transport, layout = _Loopback(), shard_layout((96,), 2, 2)
-    ring = Ring(layout, 0, (0, 1), transport)
+    ranks = tuple(range(2 * ring_degree))
+    ring = Ring(shard_layout((48 * len(ranks),), len(ranks), 2), 0, ranks, _Loopback())
     q, k = torch.randn(48, 8, 16), torch.randn(48, 2, 16)
     out, kept = drive(group_forward(ring, q, k, k.clone(), AttentionSpec(1.0)))
     assert kept.out is out
-    assert [one.numel() for one in kept] == [q.numel(), k.numel(), k.numel(), q.numel(), 48 * 8]
+    sizes = [q.numel(), k.numel(), k.numel(), q.numel(), 48 * 8]
+    assert [one.numel() for one in kept] == sizes
+    held = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
+    assert sum(held.values()) == 4 * sum(sizes)
 
 
 class _Loopback:
