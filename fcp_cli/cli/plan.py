@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from fcp_cli.cli.command import takes
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.util.console import Assumptions, note, print_json, print_result, progress, results
+from fcp_cli.util.console import Assumptions, note, note_once, print_json, print_result, progress, results
 from fcp_cli.util.files import refuse_to_overwrite
 from fcp_cli.util.options import MOST_RANKS, MOST_WORKERS, Opt, Typed, options_of
 from fcp_cli.util.words import counted, duration
@@ -183,7 +183,7 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
     from fcp_cli.planning.candidates import is_compiled
 
     if not all(map(is_compiled, syncs)):
-        note("compiling the planner: about a minute, once on this machine")
+        note_once("compiling the planner: about a minute, once on this machine")
 
 
 def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, next_command: str | None = None) -> None:

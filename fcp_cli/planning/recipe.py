@@ -26,7 +26,7 @@ from fcp_cli.planning.bounds import lower_bound_seconds
 from fcp_cli.planning.candidates import is_compiled, solver_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
-from fcp_cli.util.console import Assumptions, note
+from fcp_cli.util.console import Assumptions, note_once
 from fcp_cli.util.words import duration
 
 ASSUMED_TOKENS_PER_RANK: Final = 16_384
@@ -443,7 +443,7 @@ def quickest_recipe(
     if len(held) < 2:
         return None
     if not all(is_compiled(one.problem.sync) for one in held):
-        note("compiling the planner: about a minute, once on this machine")
+        note_once("compiling the planner: about a minute, once on this machine")
     sample = data.sample(max((one.problem for one in held), key=lambda problem: problem.tokens_per_rank))
     bounds = [_bound(one.problem, sample) for one in held]
     drafts: dict[int, float] = {}

@@ -223,7 +223,8 @@ def rehearse_ring(
     grad_dtype: GradRingDtype,
 ) -> None:
     """Run forward and backward of a ring of zeros, all members in turn on one device."""
-    layout, messages, spec = shard_layout(lengths, degree), defaultdict(deque), AttentionSpec(1.0, window)
+    layout, spec = shard_layout(lengths, degree), AttentionSpec(1.0, window)
+    messages: _Messages = defaultdict(deque)
     members = [
         Ring(layout, index, tuple(range(degree)), _Loopback(messages, index), grad_dtype) for index in range(degree)
     ]

@@ -21,7 +21,7 @@ def with_host(problem: Problem, seconds: float, hop: float = 0.0) -> Problem:
 
 
 def short(count: int) -> list[int]:
-    return np.random.default_rng(0).lognormal(6.2, 0.8, count).astype(int).clip(16, 4000).tolist()
+    return [int(length) for length in np.random.default_rng(0).lognormal(6.2, 0.8, count).clip(16, 4000)]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_lengths_that_share_a_graph_of_cudnn_read_their_own_log_sum_exps(
         agrees(kernel, Segments(lengths, tuple(length + 7 for length in lengths), causal=False), heads)
     segments, exact = Segments((40,), (40,), causal=True), DenseKernel()
     whole = torch.randn(40, heads[0] + 2 * heads[1], 64)
-    q, k, v = whole.split([heads[0], heads[1], heads[1]], dim=1)  # of one projection: rows lie apart
+    q, k, v = torch.split(whole, [heads[0], heads[1], heads[1]], dim=1)  # of one projection: rows lie apart
     out, lse = kernel.forward(q, k, v, segments, 0.1)
     grads = kernel.backward(out, q, k, v, out, lse.t().contiguous().t(), segments, 0.1)
     for found, expected in zip(grads, exact.backward(out, q, k, v, out, lse, segments, 0.1), strict=True):

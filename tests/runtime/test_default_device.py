@@ -11,6 +11,7 @@ from torch.utils import _device
 
 import fcp_cli.runtime
 from fcp_cli.runtime.kernels import select
+from fcp_cli.runtime.kernels.base import AttentionKernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel, FlashOperators
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, CudnnOperators
@@ -24,7 +25,7 @@ from tests.runtime.reference import make_example
 pytestmark = pytest.mark.torch
 
 FLASH, CUDNN = FakeFlash(), FakeCudnn()
-KERNELS = {
+KERNELS: dict[str, AttentionKernel] = {
     "cpu": CpuKernel(),
     "gathered": GatheringCpuKernel(),
     "fa2": CudaFlashKernel("fa2", FlashOperators(FLASH.forward, FLASH.backward)),

@@ -171,7 +171,7 @@ def test_every_group_is_given_the_time_out_that_the_watch_speaks_before(
     monkeypatch.setenv("FCP_RANK_TIMEOUT", given)
     monkeypatch.setattr(transport, "end_with_launcher", lambda: None)
     monkeypatch.setattr(transport, "local_device", lambda: torch.device(kind, 3))
-    monkeypatch.setattr(transport.atexit, "register", lambda _: None)
+    monkeypatch.setattr("atexit.register", lambda _: None)
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(set_device=lambda _: None))
     monkeypatch.setattr(dist, "is_initialized", lambda: next(initialised))
     monkeypatch.setattr(dist, "init_process_group", lambda _, **options: groups.append(options))
