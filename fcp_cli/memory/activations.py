@@ -352,11 +352,19 @@ def state_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> tuple
 
 
 def ring_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
-    """Return the bytes per token of ring buffers: two for keys and values, two for their fp32 gradients.
+    """Return the bytes per token of ring buffers: two for keys and values, two for their fp32 gradients."""
+    return 0 if kind.attention == "window" else _buffer_bytes(spec, kind, precision)
 
-    Window layers need as much for the rows of their single call, its gradients and their fp32 sums. Their halos are not
-    counted: they are short if a rank holds many tokens.
+
+def halo_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
+    """Return the bytes per token of the rows of a window layer's single call, its gradients and their fp32 sums.
+
+    Halos are not counted: they are short if a rank holds many tokens.
     """
+    return _buffer_bytes(spec, kind, precision) if kind.attention == "window" else 0
+
+
+def _buffer_bytes(spec: ModelSpec, kind: LayerKind, precision: Precision) -> int:
     if not kind.attends:
         return 0
     return 2 * (spec.key_size(kind) + spec.value_size(kind)) * (precision.activation + 4)
@@ -378,10 +386,10 @@ def layer_forward_bytes(spec: ModelSpec, precision: Precision, *, in_rings: bool
     return precision.residual * spec.hidden_size + max(halves)
 
 
-def forward_ring_bytes(spec: ModelSpec, precision: Precision) -> int:
-    """Return the bytes per token of ring buffers in a forward-only pass: two for keys and values, and a saved pair."""
+def saved_pair_bytes(spec: ModelSpec, precision: Precision) -> int:
+    """Return the bytes per token of the keys and values that a ring's forward saves."""
     attending = [spec.key_size(kind) + spec.value_size(kind) for kind in spec.kinds if kind.attends]
-    return 3 * max(attending, default=0) * precision.activation
+    return max(attending, default=0) * precision.activation
 
 
 def final_norm_bytes(spec: ModelSpec, precision: Precision) -> int:

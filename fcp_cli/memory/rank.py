@@ -48,18 +48,23 @@ def rank_memory(
         shards=recipe.shards(ranks),
         cut=cut,
     )
-    links = communicators(ranks, peers, on_cpu=on_cpu)
+    links, copies = communicators(ranks, peers, on_cpu=on_cpu), most_copies(spec, cut, sharing)
+    # Lent to all passes in turn, and never freed.
+    buffers = max((activations.ring_bytes(spec, kind, state.precision) for kind in spec.kinds), default=0)
+    rings = MemoryItem(
+        name="ring buffers", bytes_per_token=copies * buffers / cut.tensor_parallel if ranks > 1 else 0.0
+    )
     running = _MicroBatch(
         state=state,
         in_rings=ranks > 1,
-        held=(*state.held(), links),
+        held=(*state.held(), links, rings),
         shares_heads=sharing > 1,
-        copies=most_copies(spec, cut, sharing),
+        copies=copies,
     )
     moments = [
         *(running.mlp_backward(kind) for kind in spec.kinds),
         *(running.attention_backward(kind) for kind in spec.kinds),
-        Moment(name="gradient reduction", items=(*state.reduction(), links)),
+        Moment(name="gradient reduction", items=(*state.reduction(), links, rings)),
     ]
     if cut.pipeline_parallel == 1:
         moments += running.losses()
@@ -126,10 +131,10 @@ class _MicroBatch:
             working += self._replicated(kind) * 2
         if recipe.recompute == "full":
             working += self._keys_of_others(kind)
-        rings = activations.ring_bytes(spec, kind, precision) if self.in_rings else 0
+        halos = activations.halo_bytes(spec, kind, precision) if self.in_rings else 0
         items = (
             self._item("one layer", working),
-            self._item("halo buffers" if kind.attention == "window" else "ring buffers", self.copies * rings),
+            self._item("halo buffers", self.copies * halos),
             self.state.new_gradients(),
             self._copies_of_backward(),
         )
@@ -167,10 +172,10 @@ class _MicroBatch:
             self._item("micro-batch", activations.input_bytes(spec, precision)),
             self.state.copies(of_all=True),
         )
-        rings = activations.forward_ring_bytes(spec, precision) if self.in_rings else 0
-        copies = 2 * max(map(self._replicated, spec.kinds))  # send and receive buffers
+        saved = activations.saved_pair_bytes(spec, precision) if self.in_rings else 0
+        copies = max(map(self._replicated, spec.kinds))
         layer = activations.layer_forward_bytes(spec, precision, in_rings=self.in_rings) + copies
-        items = (self._item("one layer", layer), self._item("ring buffers", self.copies * rings))
+        items = (self._item("one layer", layer), self._item("saved keys and values", self.copies * saved))
         moments = [Moment(name="forward of a layer", items=(*held, *items))]
         if self.state.cut.pipeline_parallel == 1:
             norm = self._item("loss head", activations.final_norm_bytes(spec, precision))

@@ -437,10 +437,7 @@ class MemoryFigures:
         return replace(memory, bytes_per_token=measured + self._visual_token_bytes())
 
     def _more_in_rings(self) -> float:
-        """Return the estimated extra bytes per token of a ring member.
-
-        Ring buffers peak in attention's backward, whereas a rank usually peaks at another moment.
-        """
+        """Return the estimated extra bytes per token of a ring member, mostly ring buffers."""
         whole = replace(self.recipe, zero_stage=0, shard_ranks=None)  # sharding does not change the bytes of tokens
         alone, member = (rank_memory(self.spec, whole, sync="iteration", ranks=ranks) for ranks in (1, 2))
         return max(one.bytes_per_token for one in member.moments) - max(one.bytes_per_token for one in alone.moments)

@@ -18,7 +18,7 @@ from fcp_cli.runtime.guards import Watch, watch_for
 from fcp_cli.runtime.metrics import Clock, Recorder, clock_for, recorder_of
 from fcp_cli.runtime.plan_agreement import agree_on_plan
 from fcp_cli.runtime.rank_agreement import agreed_grad_dtype
-from fcp_cli.runtime.transport import ProcessTransport, ProcessWorld, Transport, World
+from fcp_cli.runtime.transport import BufferPool, ProcessTransport, ProcessWorld, Transport, World
 
 AnyJob = TypeVar("AnyJob", bound="RankJob")
 
@@ -40,6 +40,7 @@ class RankJob:
         next_step: index of the next optimizer step to train.
         clock: clock of the device.
         connections: open peer connections.
+        buffers: memory of ring messages.
     """
 
     plan: Path
@@ -54,6 +55,7 @@ class RankJob:
     next_step: int = field(default=0, init=False)
     clock: Clock = field(init=False)
     connections: Connections = field(init=False)
+    buffers: BufferPool = field(default_factory=BufferPool, init=False)
 
     def __post_init__(self) -> None:
         self.clock = clock_for(self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
@@ -16,7 +16,7 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.choices import GradRingDtype
 from fcp_cli.runtime.exchange import UlyssesExchange
 from fcp_cli.runtime.layout import RingMember, ShardLayout
-from fcp_cli.runtime.transport import GroupChannel, Transport, Waits
+from fcp_cli.runtime.transport import BufferPool, GroupChannel, Transport, Waits
 
 if TYPE_CHECKING:
     from fcp_cli.runtime.loss import Labels
@@ -223,6 +223,7 @@ class MicroBatchContext:
         place: step, micro-batch and rank, for messages; "" outside a step.
         labels: labels of this member's tokens, for a model that computes its own loss, or None.
         visuals: this member's part of the pack's images and videos, or None.
+        buffers: memory of ring messages, shared with the rank's other micro-batches.
         encoder_ahead: encoder runs of a dedicated encoder rank, or None on other ranks.
         encoder_calls: number of vision encoder runs so far.
         model_tokens: number of tokens the model must be called with, padding included, or None for any number.
@@ -237,6 +238,7 @@ class MicroBatchContext:
     place: str = ""
     labels: Labels | None = None
     visuals: VisualShard | None = None
+    buffers: BufferPool = field(default_factory=BufferPool)
     encoder_ahead: EncoderAhead | None = None
     encoder_calls: int = 0
     model_tokens: int | None = None

@@ -68,7 +68,9 @@ def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpe
             (rows,) = queries.at(work.q_rows)
             part, part_lse = kernel.forward(rows, *take_pair(keys, work.k_rows), work.segments, scale)
             merge(*places, lse, work.q_rows, part, part_lse)
-    return SavedForBackward(q, *messages.keys(1), out.to(q.dtype), lse)
+    messages.give_back()
+    k, v = messages.keys(1)
+    return SavedForBackward(q, k, v, out.to(q.dtype), lse)
 
 
 def ring_backward(
@@ -115,12 +117,13 @@ def ring_backward(
     del shares, own_rows  # not needed by the own pair's call, which has all rows
     # Gradients only, home to their owner, while this member attends to its own pair.
     arrival = messages.pass_on(ring.degree)
-    kept = SavedForBackward(q, *messages.keys(ring.degree), out, lse)
-    dq, dk, dv = _backward_own(kernel, ring, grad_out, kept, scale)
+    k, v = messages.keys(ring.degree)
+    dq, dk, dv = _backward_own(kernel, ring, grad_out, SavedForBackward(q, k, v, out, lse), scale)
     dq = sum_of_dq.total(dq)
     yield from _settle(arrival)
     for own, arrived in zip((dk, dv), messages.gradients(ring.degree), strict=True):
         own.add_(arrived)  # summed in the wider type, and rounded once
+    messages.give_back()
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -133,6 +136,7 @@ def first_hop(ring: Ring, k: Tensor, v: Tensor) -> Waits[tuple[Tensor, Tensor]]:
         return k, v
     messages = _Messages(ring, k, v)
     yield from _settle(messages.pass_on(0))
+    messages.give_back()
     first, second = messages.keys(1)
     return first, second
 
@@ -155,11 +159,11 @@ class _Messages:
     equal, the two blocks are one [2, tokens, G, D].
 
     Two buffers are enough: a member waits for message h - 1 to complete before it issues message h, and message h + 1
-    arrives in the buffer that message h - 1 was sent from. Message 1 of a forward is saved for backward, so it has a
-    buffer of its own.
+    arrives in the buffer that message h - 1 was sent from. The rank's pool lends them until `give_back`. Message 1 of a
+    forward is saved for backward, so it has memory of its own.
     """
 
-    __slots__ = ("_buffers", "_grad_dtype", "_last_keys", "_ring", "_saved", "_shapes")
+    __slots__ = ("_buffers", "_grad_dtype", "_last_keys", "_lent", "_ring", "_saved", "_shapes")
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor, grad_dtype: torch.dtype | None = None) -> None:
         """Copy the first pair into the first message.
@@ -179,12 +183,17 @@ class _Messages:
         if grad_dtype is not None:
             size += size * grad_dtype.itemsize // k.dtype.itemsize
         # Buffers have the keys' data type; gradients are accessed through a view.
-        needs_second = grad_dtype is not None or ring.degree > 3
-        self._buffers = (k.new_empty(size), k.new_empty(size if needs_second else 0))
+        num_bytes = size * k.dtype.itemsize
+        self._lent = [ring.context.buffers.lend(num_bytes, k.device) for _ in range(2)]
+        self._buffers = tuple(buffer[:num_bytes].view(k.dtype) for buffer in self._lent)
         self._saved = k.new_empty(self._numel(self._tokens(1))) if grad_dtype is None else None
         pair = self.keys(first)
         pair[0].copy_(k)
         pair[1].copy_(v)
+
+    def give_back(self) -> None:
+        """Return the buffers to the pool, after the last wait; they must not be used any more."""
+        self._ring.context.buffers.take_back(*self._lent)
 
     def keys(self, hop: int) -> Pair:
         """Return the keys and values that this member holds at `hop`."""

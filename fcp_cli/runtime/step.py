@@ -186,6 +186,7 @@ class Step:
             context=MicroBatchContext(
                 place=self._guards.place(self.index, shard.row),
                 visuals=None if shard.visuals is None else shard.visuals.map_pixels(job.to_device),
+                buffers=job.buffers,
                 encoder_ahead=self._encoder_ahead,
             ),
         )

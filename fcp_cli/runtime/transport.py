@@ -332,6 +332,37 @@ class GroupChannel:
         return held
 
 
+class BufferPool:
+    """Memory of a rank's ring messages, lent to one pass after another.
+
+    A back end holds the tensors of a message until the device has sent or received it, while the host runs layers
+    ahead. So buffers allocated by each pass would add up. A pass returns its buffers after its last wait: whatever
+    writes to them next runs later on the same stream.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Any, list[Tensor]] = {}
+
+    def lend(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Return a buffer of at least `num_bytes` bytes, of any content."""
+        free = self._free.setdefault(_stream_of(device), [])
+        if free and free[-1].numel() >= num_bytes:
+            return free.pop()
+        del free[-1:]  # too small: freed before its successor is allocated
+        with torch.inference_mode(False):  # training may use it next
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def take_back(self, *buffers: Tensor) -> None:
+        """Accept buffers whose last message has been waited for."""
+        self._free[_stream_of(buffers[0].device)] += buffers
+
+
+def _stream_of(device: torch.device) -> Any:
+    """Return the stream that kernels are launched on now, as a key; None on devices without streams."""
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    return None if module is None or not module.is_available() else module.current_stream(device)
+
+
 class ProcessTransport:
     """Ranks as processes, over one torch.distributed process group of all ranks.
 

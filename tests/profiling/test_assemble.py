@@ -12,12 +12,13 @@ from inline_snapshot import snapshot
 from fcp_cli.cost.fitting import Sample, predicted_seconds
 from fcp_cli.cost.profile import EXPOSED_RING, HIDDEN_RING, Bandwidth, Coefficients, CostProfile, parse_cost_profile
 from fcp_cli.cost.recipe import Recipe, RecipeRequest
-from fcp_cli.memory.fitting import JobRanks
+from fcp_cli.memory.activations import ring_bytes
+from fcp_cli.memory.items import precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.profiling.computed import analytic_profile, counted_heads
-from fcp_cli.profiling.fits import MemoryFigures, profile_from_samples
+from fcp_cli.profiling.fits import profile_from_samples
 from fcp_cli.profiling.samples import Measurement, SamplesFile, model_figures
 from fcp_cli.report.profiles import reading
 from tests.messages import raises
@@ -135,14 +136,12 @@ def test_rings_that_hide_make_a_profile_without_an_exposed_share() -> None:
     assert profile.measurement["step_seconds"] == 0.01
 
 
-def test_measured_bytes_grow_by_a_ring_s_buffers_only_where_a_rank_holds_most_beside_them() -> None:
-    # The MLP's backward of qwen3-tiny takes more than attention's with its ring, which come at another moment.
-    assert profile_from_samples(samples_of(TRUTH)).memory.bytes_per_token == pytest.approx(4e4)
-    narrow = replace(load_model("qwen3-tiny"), ffn_size=64)
-    recipe = Recipe(precision="fp32", loss="chunked")
-    place = JobRanks(num_ranks=4, ranks_per_node=4, capacity_bytes=8e9, on_cpu=True)
-    figures = MemoryFigures(spec=narrow, recipe=recipe, sync="iteration", place=place, samples=samples_of(TRUTH))
-    assert figures.block().bytes_per_token > 4e4 + 1000
+def test_measured_bytes_grow_by_the_buffers_that_ranks_in_rings_hold() -> None:
+    spec = load_model("qwen3-tiny")
+    (kind,) = spec.kinds
+    buffers = ring_bytes(spec, kind, precision_of(MEASUREMENT.recipe))
+    assert buffers > 1000
+    assert profile_from_samples(samples_of(TRUTH)).memory.bytes_per_token == pytest.approx(4e4 + buffers)
 
 
 def test_a_profile_of_ranks_that_shared_cores_says_so() -> None:

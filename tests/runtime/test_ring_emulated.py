@@ -23,10 +23,10 @@ from fcp_cli.runtime.kernels import AttentionKernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layout import shard_layout
-from fcp_cli.runtime.ring import AttentionSpec, Ring, current_ring
+from fcp_cli.runtime.ring import AttentionSpec, MicroBatchContext, Ring, current_ring
 from fcp_cli.runtime.ring_attention import attention
 from fcp_cli.runtime.ring_passes import ring_forward
-from fcp_cli.runtime.transport import Handle
+from fcp_cli.runtime.transport import BufferPool, Handle
 from fcp_cli.util.masks import CAUSAL, Mask, full, segments
 from fcp_cli.verification.emulation import Mailbox, ThreadTransport
 from fcp_cli.verification.order import Operation, check_order
@@ -337,7 +337,8 @@ def test_two_forwards_may_come_before_the_first_backward() -> None:
 
     def step(rank: int) -> list[Member]:
         transport = ThreadTransport(mailbox, rank)
-        rings = [Ring(layout, rank, (0, 1), transport) for layout in layouts]
+        context = MicroBatchContext()  # and one pool of buffers
+        rings = [Ring(layout, rank, (0, 1), transport, context=context) for layout in layouts]
         members = [Member(example, ring) for example, ring in zip((first, second), rings, strict=True)]
         outs = []
         for member, example in zip(members, (first, second), strict=True):
@@ -351,6 +352,66 @@ def test_two_forwards_may_come_before_the_first_backward() -> None:
         per_rank = list(pool.map(step, (0, 1)))
     for i, example in enumerate((first, second)):
         check_gradients(example, [members[i] for members in per_rank])
+
+
+class HoldingTransport(ThreadTransport):
+    """Holds the tensors of all messages, as NCCL does until the device has sent them."""
+
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        super().__init__(mailbox, rank)
+        self.held: list[Tensor] = []
+
+    def start(self, kind: str, send: Tensor | None, to: int, receive: Tensor | None, source: int) -> Handle:
+        self.held += [tensor for tensor in (send, receive) if tensor is not None]
+        return super().start(kind, send, to, receive, source)
+
+
+@pytest.mark.parametrize("heads_degree", [1, 2])
+def test_all_layers_of_a_rank_send_from_two_buffers_which_nothing_saves(heads_degree: int) -> None:
+    """Over two micro-batches in flight; head exchanges and the pairs that forwards save have memory of their own."""
+    layout, mailbox = shard_layout((64, 9), 4 * heads_degree, heads_degree), Mailbox()
+    ranks = tuple(range(layout.degree))
+
+    def step(rank: int) -> None:
+        transport, pool, saved = HoldingTransport(mailbox, rank), BufferPool(), []
+        rings = [Ring(layout, rank, ranks, transport, context=MicroBatchContext(buffers=pool)) for _ in range(2)]
+        leaf = torch.randn(1, 2, rings[0].tokens, 8, requires_grad=True)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved.append(_place(tensor)) or tensor,  # type: ignore[func-returns-value]
+            lambda tensor: tensor,
+        )
+        outs = []
+        for ring in rings:
+            hidden = leaf
+            with hooks:
+                for _ in range(3):
+                    hidden = attention(hidden, hidden, hidden, ring=ring)
+            outs.append(hidden)
+        transport.held.clear()
+        for out in outs:
+            torch.autograd.backward(out.sum())
+        sent = {_place(tensor) for tensor in transport.held if tensor.ndim == 1}
+        assert len(sent) == 2
+        assert not sent & set(saved)
+
+    with ThreadPoolExecutor(layout.degree) as pool:
+        list(pool.map(step, ranks))
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_a_pool_replaces_a_buffer_that_is_too_small() -> None:
+    pool, cpu = BufferPool(), torch.device("cpu")
+    small = pool.lend(8, cpu)
+    pool.take_back(small)
+    with torch.inference_mode():
+        large = pool.lend(16, cpu)
+    pool.take_back(large)
+    again = pool.lend(8, cpu)
+    assert again is large and pool.lend(8, cpu) is not large
+    again.zero_()  # by training, after an evaluation
 
 
 def test_outside_a_microbatch_attention_says_what_is_missing() -> None:

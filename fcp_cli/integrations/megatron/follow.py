@@ -38,7 +38,7 @@ from fcp_cli.runtime.launcher import end_with_launcher
 from fcp_cli.runtime.metrics import ClockMarks
 from fcp_cli.runtime.plan_agreement import require_causal, require_training
 from fcp_cli.runtime.rank_job import RankJob
-from fcp_cli.runtime.ring import Ring
+from fcp_cli.runtime.ring import MicroBatchContext, Ring
 from fcp_cli.runtime.transport import ProcessTransport
 
 _PROBE_VARIABLE = "FCP_PROBE"
@@ -244,6 +244,7 @@ class Follower:
                 ranks=ranks,
                 transport=self._job.transport,
                 grad_dtype=self._job.grad_ring_dtype,
+                context=MicroBatchContext(buffers=self._job.buffers),
             ),
             positions=self._on_device(shard.positions),
             is_planned=self._on_device(shard.is_planned),
