@@ -104,8 +104,10 @@ def forward_profile(profile: CostProfile) -> CostProfile:
     common_ground = profile.common_ground
     if common_ground is not None:
         common_ground = replace(common_ground, coefficients=_scaled(common_ground.coefficients, shares))
-    exchanges = ("exchange_bytes_per_token", "key_value_exchange_bytes_per_token")
-    exchanges += ("exchange_seconds", "host_exchange_seconds")
+    exchanges = (
+        *("exchange_bytes_per_token", "key_value_exchange_bytes_per_token"),
+        *("exchange_seconds", "host_exchange_seconds"),
+    )
     forward = replace(
         profile,
         coefficients=_scaled(_without_elementwise(profile), shares),

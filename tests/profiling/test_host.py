@@ -78,7 +78,7 @@ def test_a_micro_batch_costs_what_its_stage_of_the_layers_issues() -> None:
         return analytic_profile(spec, cluster, recipe=Recipe(), sync="microbatch", ranks=64, cut=cut).coefficients
 
     whole, issued = priced(), 32 * (48 + 87) * 8e-6
-    assert (whole.microbatch_seconds, whole.host_microbatch_seconds) == (0.0, pytest.approx(issued))
+    assert (whole.microbatch_seconds, whole.host_microbatch_seconds) == pytest.approx((0.0, issued))
     assert (whole.ring_hop_seconds, whole.host_hop_seconds) == pytest.approx((2 * 32 * 7e-6, 2 * 32 * 1e-4))
     # Every rank of a tensor-parallel group issues every layer, and a stage only its own.
     assert priced(Cut(tensor_parallel=4)).host_microbatch_seconds == whole.host_microbatch_seconds
@@ -86,5 +86,5 @@ def test_a_micro_batch_costs_what_its_stage_of_the_layers_issues() -> None:
     assert priced(Cut(pipeline_parallel=4)).host_hop_seconds == pytest.approx(whole.host_hop_seconds / 4)
     # A cluster that does not price the host's messages adds all to the device's clock, as before hosts had one.
     added = priced(host_message_seconds=None)
-    assert (added.microbatch_seconds, added.host_microbatch_seconds) == (pytest.approx(issued), 0.0)
+    assert (added.microbatch_seconds, added.host_microbatch_seconds) == pytest.approx((issued, 0.0))
     assert priced(host_message_seconds=None, operation_seconds=None, microbatch_seconds=0.05).microbatch_seconds == 0.05
