@@ -362,9 +362,9 @@ def torchtitan_rows() -> Iterator[Row]:
     for gpus, gib in _TORCHTITAN_GIB.items():
         recipe = Recipe(zero_stage=3, recompute="elementwise")
         held = rank_memory(load_model("llama3-8b"), recipe, sync="microbatch", ranks=gpus).total_bytes(16_384)
-        for stack, measured_gib in zip(_TORCHTITAN, gib, strict=True):
+        for stack, most in zip(_TORCHTITAN, gib, strict=True):
             what = f"{stack}, {gpus} GPUs: GiB"
-            yield Row(source=TORCHTITAN, what=what, predicted=held / (1 << 30), measured=measured_gib)
+            yield Row(source=TORCHTITAN, what=what, predicted=held / (1 << 30), measured=most)
     for degree, measured in _TORCHTITAN_CP.items():
         lengths = (32_768 * degree,)
         predicted = _tokens_per_second("full", _TORCHTITAN_FP8, 8, lengths=lengths, degree=degree)

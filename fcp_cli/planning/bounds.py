@@ -76,7 +76,9 @@ def _work_bound(work: Work, problem: Problem) -> float:
     bound, waves = simple_bound_seconds(work, problem), problem.sync == "microbatch"
     _order, sequences = by_falling_work(work)
     bound = max(bound, area_bound(bound, waves, sequences, planner_inputs(problem)))
-    if problem.profile.coefficients.host_microbatch_seconds:
+    count = max(1.0, float(work.tokens.sum()) / (problem.num_ranks * problem.tokens_per_rank))
+    # If hosts take much less than devices, no mean of both is longer.
+    if problem.profile.coefficients.host_microbatch_seconds * count > 0.5 * bound:
         for weight in _WEIGHTS:
             bound = max(bound, area_bound(bound, waves, *_of_both_clocks(weight, sequences, problem)))
     if waves:

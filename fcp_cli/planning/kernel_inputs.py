@@ -70,8 +70,7 @@ def _made(problem: Problem, groups: list[range], whole_nodes: bool) -> PlannerIn
 
 
 def shared_tokens(problem: Problem, fixed_seconds: float | None = None) -> int:
-    """Return the tokens of a rank's micro-batch with the least fixed seconds (by default the profile's) and
-    recomputation per token."""
+    """Return the tokens of a rank's micro-batch with the least recomputation and fixed seconds per token."""
     levels, tokens = problem.profile.priced_levels, problem.tokens_per_rank
     fixed = problem.profile.coefficients.microbatch_seconds if fixed_seconds is None else fixed_seconds
     return min(tokens, cheapest_tokens(levels, fixed)) if levels else tokens

@@ -21,7 +21,8 @@ def with_host(problem: Problem, seconds: float, hop: float = 0.0) -> Problem:
 
 
 def short(count: int) -> list[int]:
-    return [int(length) for length in np.random.default_rng(0).lognormal(6.2, 0.8, count).clip(16, 4000)]
+    drawn: list[int] = np.random.default_rng(0).lognormal(6.2, 0.8, count).astype(int).clip(16, 4000).tolist()
+    return drawn
 
 
 @pytest.mark.parametrize(
