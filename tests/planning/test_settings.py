@@ -155,7 +155,7 @@ def test_the_budget_counts_copies_of_keys_that_ranks_may_hold(folder: Path) -> N
     computed_tokens = [tokens("ring"), tokens("2d"), tokens("auto"), tokens("ulysses")]
     assert computed_tokens[1] == computed_tokens[2]
     assert 0.9 < computed_tokens[1] / computed_tokens[0] < 1.0
-    assert 0.85 < computed_tokens[3] / computed_tokens[1] < 1.0
+    assert 0.8 < computed_tokens[3] / computed_tokens[1] < 1.0
     readings = [{"tokens": count, "peak_bytes": 1.0} for count in (1024, 2048)]
     profile_of(folder, origin="measured", measurement={"memory_readings": readings})
     assert tokens("ulysses") < tokens("2d") < tokens("ring")
@@ -296,9 +296,9 @@ REFUSALS: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 REFUSED_WITH = snapshot(
     {
-        "a model without room under ZeRO-0": "UsageError: qwen3-8b needs 153.0 of the 73.6 GB that each of 8 ranks may use, under ZeRO-0, bf16, full recomputation, chunked loss, offloaded activations, sync iteration; --zero 3 --precision bf16 --recompute selective --sync microbatch leave room for 36,877 tokens",
+        "a model without room under ZeRO-0": "UsageError: qwen3-8b needs 153.0 of the 73.6 GB that each of 8 ranks may use, under ZeRO-0, bf16, full recomputation, chunked loss, offloaded activations, sync iteration; --zero 3 --precision bf16 --recompute selective --sync microbatch leave room for 36,187 tokens",
         "a model without room on one rank": "UsageError: qwen3-8b needs 138.5 of the 73.6 GB that each of 1 ranks may use, under ZeRO-3, bf16, full recomputation, chunked loss, offloaded activations, sync microbatch; plan for more --ranks, a smaller --model, or cut it with --tensor-parallel",
-        "a model without room in tensors cut in two": "UsageError: llama3-70b needs 229.7 of the 73.6 GB that each of 32 ranks may use, under ZeRO-1, bf16, full recomputation, plain loss, offloaded activations, sync iteration; --zero 3 --precision bf16 --recompute full --loss plain --sync microbatch leave room for 32,504 tokens under Megatron-FSDP",
+        "a model without room in tensors cut in two": "UsageError: llama3-70b needs 229.7 of the 73.6 GB that each of 32 ranks may use, under ZeRO-1, bf16, full recomputation, plain loss, offloaded activations, sync iteration; --zero 3 --precision bf16 --recompute full --loss plain --sync microbatch leave room for 32,232 tokens under Megatron-FSDP",
         "a profile's memory without room": "UsageError: the profile's memory leaves no room for tokens; give --tokens-per-rank",
         "a cluster that nobody knows": "UsageError: the profile's cluster 'elsewhere' is not known here; give --ranks",
         "another model than the profile's": "UsageError: profile.yaml is of qwen3-8b on example-8x8; drop --model and --cluster to use it, or --profile to have one computed",
