@@ -255,7 +255,7 @@ class Kernel(CPUDispatcher):
         return by_reference(super().typeof_pyval(value))
 
     def compile(self, sig: Any) -> Any:
-        kept = getattr(self._cache, "_cache_file", None)
+        kept = getattr(vars(self).get("_cache"), "_cache_file", None)
         with global_compiler_lock, trigger_event(_COMPILE, data={"dispatcher": self}):  # linking is loading time, too
             try:
                 return super().compile(sig)

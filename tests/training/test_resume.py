@@ -77,7 +77,7 @@ listening: set[str] = set()  # of the job of `killed`, while it ran
 
 def listening_addresses(pids: list[int]) -> set[str]:
     """Return the addresses, as the kernel writes them, on which processes listen."""
-    held = set()
+    held: set[str] = set()
     for pid in pids:
         with suppress(OSError):
             held.update(str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir())
