@@ -182,7 +182,7 @@ def bounded_lines(stream: IO[bytes]) -> Iterator[bytes]:
         if len(line) > MOST_LINE_BYTES:
             reason = f"line {number} is longer than {MOST_LINE_BYTES >> 20} MiB"
             raise OSError(errno.EFBIG, reason, getattr(stream, "name", None))
-        blank = blank + 1 if len(line) < 3 and line.isspace() else 0
+        blank = blank + 1 if len(line) < 64 and line.isspace() else 0
         if blank > _BLANK_LINES:
             reason = f"{_BLANK_LINES:,} blank lines end at line {number}; it is not a file of records"
             raise OSError(errno.EINVAL, reason, getattr(stream, "name", None))

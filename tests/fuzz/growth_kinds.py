@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from fcp_cli.runs.owner import own
 from fcp_cli.runs.run_dir import note_links, require_own_links
+from tests.fuzz import mutations
 from tests.fuzz.kind import Input, Kind, words_of
 
 _CHARACTERS = "aex ."
@@ -69,12 +70,16 @@ def _packed(draw: random.Random, contents: Mapping[str, bytes]) -> Input:
 
 
 def _linked(draw: random.Random, contents: Mapping[str, bytes]) -> Input:
-    """A run folder with links, of which one leads to the files of others."""
+    """A run folder with links, of which one leads to the files of others, and with a record that may be damaged."""
     names = draw.sample(
         ["checkpoints", "metrics.jsonl", "logs", "model", "origin", "tensorboard"], draw.randrange(1, 4)
     )
-    is_theirs, is_recorded = draw.random() < 0.5, draw.random() < 0.5
-    is_relative = draw.random() < 0.5
+    record = draw.choice((None, b"", b"", mutations.of_json(draw, b'{"logs": "../others/logs"}')))
+    return _taking(names, is_theirs=draw.random() < 0.5, record=record)
+
+
+def _taking(names: list[str], *, is_theirs: bool, record: bytes | None) -> Input:
+    """A run folder that is taken; `record`: of its links, None without, empty if it is the run's own."""
 
     def take(_: Path) -> None:
         with tempfile.TemporaryDirectory() as made:
@@ -82,20 +87,22 @@ def _linked(draw: random.Random, contents: Mapping[str, bytes]) -> Input:
             run.mkdir()
             for name in names:
                 (others / name).mkdir(parents=True)
-                (run / name).symlink_to(Path("..", "others", name) if is_relative else others / name)
-            if is_recorded:
+                (run / name).symlink_to(Path("..", "others", name))
+            if record is not None:
                 note_links(run)
+            if record:
+                (run / "links.json").write_bytes(record)
             if is_theirs:
                 (others / names[0] / "kept").touch()
             before = sorted(others.rglob("*"))
             try:
                 own(run).release()
-                assert is_recorded or not is_theirs, "a strange link is followed"
+                assert record is not None or not is_theirs, "a strange link is followed"
                 require_own_links(run)
             finally:
                 assert sorted(others.rglob("*")) == before
 
-    return Input(name=f"links {names}, theirs {is_theirs}, recorded {is_recorded}", call=take)
+    return Input(name=f"links {names}, theirs {is_theirs}, recorded {record!r}", call=take)
 
 
 def _named(draw: random.Random, contents: Mapping[str, bytes]) -> Input:
@@ -123,6 +130,6 @@ _SOUND = (
 KINDS: dict[str, Kind] = {
     "growing tokenizer": Kind(draw=_growing, sound=(), share=0.3),
     "packed lines": Kind(draw=_packed, sound=_SOUND, share=0.5),
-    "links of a run": Kind(draw=_linked, sound=()),
+    "links of a run": Kind(draw=_linked, sound=(_taking(["checkpoints"], is_theirs=True, record=b""),)),
     "names of pictures": Kind(draw=_named, sound=()),
 }

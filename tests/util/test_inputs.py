@@ -153,7 +153,7 @@ def test_a_cached_file_is_read_again_after_it_changed(tmp_path: Path) -> None:
 def test_blank_lines_without_end_are_refused_at_the_first_of_many(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"blank.jsonl{suffix}"
     with pa.output_stream(path) as stream:  # compresses by the suffix of the name
-        stream.write(b'{"length": 1}\n' + b"\n" * 200_000)
+        stream.write(b'{"length": 1}\n' + b" \t\r\n" * 200_000)
     lines = json_lines(path)
     assert next(lines).content == b'{"length": 1}\n'
     with pytest.raises(FcpError, match="100,000 blank lines end at line 100002; it is not a file of records"):
