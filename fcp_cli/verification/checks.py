@@ -48,6 +48,7 @@ from fcp_cli.runtime.ring_attention import attention
 from fcp_cli.runtime.transport import ProcessTransport, ProcessWorld, Transport
 from fcp_cli.util.findings import Finding
 from fcp_cli.util.machine import usable_cores
+from fcp_cli.verification.emulation import Meeting, ThreadTransport, run_ranks
 from fcp_cli.verification.selftest import Settings
 
 
@@ -122,12 +123,13 @@ class Attended(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """An attention call: heads, head size, and sequence lengths of its pack."""
+    """An attention call: heads, head sizes (values have another one if given), and sequence lengths of its pack."""
 
     heads: int
     kv_heads: int
     head_size: int
     lengths: tuple[int, ...]
+    value_size: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -153,8 +155,10 @@ class Drawn(NamedTuple):
 def draw(case: Case, dtype: torch.dtype, device: torch.device) -> Drawn:
     """Draw a case's inputs at random, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(case.tokens)
-    sizes = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    shapes = [(1, heads, case.tokens, case.head_size) for heads in sizes]
+    value_size = case.value_size or case.head_size
+    sizes = ((case.heads, case.head_size), (case.kv_heads, case.head_size))
+    sizes += ((case.kv_heads, value_size), (case.heads, value_size))
+    shapes = [(1, heads, case.tokens, size) for heads, size in sizes]
     return Drawn(*(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes))
 
 
@@ -449,15 +453,48 @@ def check_rings(bench: Bench) -> Finding:
             error, own_error = _errors(bench, ranks, shared)
         multiples[name] = error / max(own_error, 1e-30)
         passed = passed and error <= max(MOST_MULTIPLE * own_error, _FLOOR)
+    emulated = _EMULATED if bench.device.type == "cpu" else {}
+    for degree, shared in emulated.items():
+        name = f"degree {degree} emulated" + ("" if shared == 1 else f", {shared} share heads")
+        bench.begin(f"rings: {name}")
+        (error, own_error), *_ = bench.gather(_emulated_errors(degree, shared) if bench.is_first else [0.0, 0.0])
+        multiples[name] = error / max(own_error, 1e-30)
+        passed = passed and error <= max(MOST_MULTIPLE * own_error, _FLOOR)
     if not multiples:
         return Finding(name="rings", passed=None, lines=("a single rank has no rings",))
     worst = max(multiples, key=lambda name: multiples[name])
     return Finding(
         name="rings",
         passed=passed,
-        lines=(f"degrees 2 to {bench.degrees[-1]}, worst {multiples[worst]:.2f} x one device's own error: {worst}",),
+        lines=(
+            f"degrees {', '.join(map(str, sorted({*bench.degrees, *emulated})))}, worst {multiples[worst]:.2f} x one "
+            f"device's own error: {worst}",
+        ),
         figures={"multiple_of_own_error": multiples, "most_multiple": MOST_MULTIPLE},
     )
+
+
+# By degree, how many share heads: rings that this host may be too small for, with members as threads of one process.
+_EMULATED = {3: 1, 4: 2, 5: 1}
+
+
+def _emulated_errors(degree: int, shared: int) -> list[float]:
+    """Return the relative errors of a ring of threads and of one, on a CPU.
+
+    One key/value head, which ranks that share heads replicate, and values of another size than keys.
+    """
+    case = Case(heads=4, kv_heads=1, head_size=64, lengths=(97, 1, 5, 40), value_size=32)
+    drawn = draw(case, torch.float32, torch.device("cpu"))
+    wanted = exact(case, drawn)
+    layout = shard_layout(case.lengths, degree, shared)
+
+    def member(meeting: Meeting, index: int) -> list[float]:
+        rows = torch.from_numpy(layout.index(index))
+        ring = Ring(layout, index, tuple(range(degree)), ThreadTransport(meeting.mailbox, index, 60.0))
+        return squares(attended(drawn.rows(rows), ring), Attended(*(one.index_select(2, rows) for one in wanted)))
+
+    alone = squares(attended(drawn, Ring(layout=shard_layout(case.lengths, 1))), wanted)
+    return [relative(run_ranks(degree, member)), relative([alone])]
 
 
 def _groups(bench: Bench) -> Iterator[tuple[tuple[int, ...], int]]:

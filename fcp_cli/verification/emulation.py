@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -233,18 +234,36 @@ def synthetic_tokens(plan: Path, vocab_size: int, seed: int = 0) -> Fetch:
 
 
 def tiny_config(plan: Path) -> TinyConfig:
-    """Return model sizes whose heads are divisible by all Ulysses degrees of the plan."""
+    """Return model sizes whose heads are divisible by all Ulysses degrees of the plan.
+
+    Values have another head size than keys, and the last layer has one key/value head, which ranks that share heads
+    replicate.
+    """
     shared = {int(u) for step in PlanReader(plan).steps() if step.heads_degree is not None for u in step.heads_degree}
     sizes = TinyConfig()
     heads = math.lcm(sizes.heads, *shared)
     fits = all(not sizes.kv_heads % u or not u % sizes.kv_heads for u in shared)
     head_dim = max(sizes.width // heads // 2 * 2, 2)  # rotary embeddings need an even size
-    return TinyConfig(width=heads * head_dim, heads=heads, kv_heads=sizes.kv_heads if fits else 1)
+    return TinyConfig(
+        width=heads * head_dim,
+        heads=heads,
+        kv_heads=sizes.kv_heads if fits else 1,
+        value_dim=head_dim + 2,
+        single_kv_head=True,
+    )
 
 
-def replay_rank(session: Session, config: TinyConfig, *, seed: int = 0) -> Replayed:
-    """Replay this rank's part of all steps. Collective."""
+def replay_rank(
+    session: Session, config: TinyConfig, *, seed: int = 0, on_gather: Callable[[], None] | None = None
+) -> Replayed:
+    """Replay this rank's part of all steps. Collective.
+
+    Args:
+        on_gather: called where FSDP2 would gather weights from all ranks: in every forward under `sync: microbatch`.
+    """
     model = TinyLanguageModel(config, ring_attend, seed=seed)
+    if on_gather is not None and session.metadata.sync == "microbatch":
+        model.register_forward_pre_hook(lambda *_: on_gather())
     return gradients_on_rank(session, model, lambda mb: mb.loss(model(mb.input_ids, mb.position_ids, mb.ring)))
 
 
@@ -289,7 +308,8 @@ def replay_threads(plan: Path, config: TinyConfig, *, seed: int = 0) -> list[Rep
         session = thread_session(plan, fetch, meeting, rank)
         session.transport = record = RecordingTransport(session.transport)
         session.world = RecordingWorld(session.world, record)
-        replayed = replay_rank(session, config, seed=seed)
+        gather = partial(record.record_collective, "gather weights", torch.empty(0))
+        replayed = replay_rank(session, config, seed=seed, on_gather=gather)
         return replace(replayed, operations=tuple(record.operations))
 
     return run_ranks(PlanReader(plan).metadata.num_ranks, run)

@@ -26,12 +26,19 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Ring | None], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyConfig:
-    """Model sizes and recomputation."""
+    """Model sizes and recomputation.
+
+    Attributes:
+        value_dim: head size of values; 0: that of queries and keys.
+        single_kv_head: whether the last layer has one key/value head.
+    """
 
     vocab_size: int = 61
     width: int = 32
     heads: int = 4
     kv_heads: int = 2
+    value_dim: int = 0
+    single_kv_head: bool = False
     layers: int = 2
     recompute: Recompute = "none"
 
@@ -85,7 +92,8 @@ class TinyLanguageModel(nn.Module):
         super().__init__()
         self.recompute = config.recompute
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(_Block(config, attend) for _ in range(config.layers))
+        kv_heads = [config.kv_heads] * (config.layers - config.single_kv_head) + [1] * config.single_kv_head
+        self.blocks = nn.ModuleList(_Block(config, attend, number) for number in kv_heads)
         self.norm = nn.RMSNorm(config.width)
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
         self.to(dtype)
@@ -118,16 +126,17 @@ class TinyLanguageModel(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, config: TinyConfig, attend: Attend) -> None:
+    def __init__(self, config: TinyConfig, attend: Attend, kv_heads: int) -> None:
         super().__init__()
         self.head_dim = config.width // config.heads
+        self.value_dim = config.value_dim or self.head_dim
         self.attend = attend
         self.recomputes_activation = config.recompute == "activation"
         self.attention_norm = nn.RMSNorm(config.width)
         self.query = nn.Linear(config.width, config.width, bias=False)
-        self.key = nn.Linear(config.width, config.kv_heads * self.head_dim, bias=False)
-        self.value = nn.Linear(config.width, config.kv_heads * self.head_dim, bias=False)
-        self.attention_output = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(config.width, kv_heads * self.value_dim, bias=False)
+        self.attention_output = nn.Linear(config.heads * self.value_dim, config.width, bias=False)
         self.feed_forward = nn.Sequential(
             nn.RMSNorm(config.width),
             nn.Linear(config.width, 2 * config.width, bias=False),
@@ -138,8 +147,8 @@ class _Block(nn.Module):
     def forward(self, hidden: Tensor, position_ids: Tensor, ring: Ring | None) -> Tensor:
         normed = self.attention_norm(hidden)
         q, k, v = (
-            project(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
+            project(normed).unflatten(-1, (-1, size)).transpose(1, 2)
+            for project, size in ((self.query, self.head_dim), (self.key, self.head_dim), (self.value, self.value_dim))
         )
         attended = self.attend(_rotate(q, position_ids), _rotate(k, position_ids), v, ring)
         hidden = hidden + self.attention_output(attended.transpose(1, 2).flatten(2))

@@ -40,7 +40,7 @@ from fcp_cli.verification.emulation import (
     synthetic_tokens,
     tiny_config,
 )
-from fcp_cli.verification.order import check_order
+from fcp_cli.verification.order import Operation, check_order
 from fcp_cli.verification.recording import BACKEND, LabellingTransport, ProcessRecorder
 
 TOLERANCE = 1e-12
@@ -143,8 +143,13 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
 
 
 def _scaled(step: StepPlan, scale: float, masks: MaskRows | None) -> Int32Array:
-    """Return the lengths to replay, [sequences], at least 1; for chunk pairs the sum of their chunks."""
+    """Return the lengths to replay, [sequences], at least 1; for chunk pairs the sum of their chunks.
+
+    Causal sequences that are shortened get odd lengths, whose chunks are unequal in rings.
+    """
     lengths: Int32Array = np.maximum(np.floor(step.lengths * scale), 1).astype(np.int32)
+    if masks is None and scale < 1:
+        lengths -= (lengths % 2 == 0).astype(np.int32)
     for place, row in enumerate(step.sequences.tolist()):
         mask = CAUSAL if masks is None else masks.mask(row)
         if isinstance(mask, ChunkPairs):
@@ -222,12 +227,18 @@ def run_rank(plan: Path, folder: Path) -> None:
     try:
         with start(plan, synthetic_tokens(plan, config.vocab_size), device=torch.device("cpu")) as session:
             session.transport = LabellingTransport(session.transport, recorder)
-            replayed = replace(replay_rank(session, config), operations=recorder.operations)
+            replayed = replay_rank(session, config, on_gather=lambda: _gather(recorder))
+            replayed = replace(replayed, operations=recorder.operations)
             _result(folder, session.rank).write_bytes(pickle.dumps(replayed))
         leave_process_group()
     except FcpError as error:
         write_text_atomically(folder / f"rank-{os.environ['RANK']}.error", str(error))
         raise
+
+
+def _gather(recorder: ProcessRecorder) -> None:
+    """Record a collective without running it, so that a rank that skips one is found instead of waited for."""
+    recorder.waited(recorder.issue([Operation(group="world", verb="gather weights", batch=0)]))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_a_plan_for_few_ranks_is_replayed_by_processes(plan: Path) -> None:
     assert verification.passed
     assert verification.ranks_are == "processes"
     (step,) = verification.steps
-    assert (step.microbatches, step.largest_degree, step.tokens) == (4, 3, 60 + 3 + 8 + 18 + 3)
+    assert (step.microbatches, step.largest_degree, step.tokens) == (4, 3, 59 + 3 + 7 + 17 + 3)
 
 
 @pytest.mark.usefixtures("on_threads")
@@ -90,8 +90,8 @@ def test_plans_of_masked_sequences_are_replayed_with_their_masks(tmp_path: Path,
 def test_lengths_are_scaled_by_one_factor_and_keep_a_token(plan: Path) -> None:
     verification = verify(plan, max_length=60)
     assert verification.passed
-    assert (verification.scale, verification.longest_tokens) == (0.1, 60)
-    assert [step.tokens for step in verification.steps] == [30 + 1 + 4 + 9 + 1 + 1 + 1, 60 + 1 + 1]
+    assert (verification.scale, verification.longest_tokens) == (0.1, 59)
+    assert [step.tokens for step in verification.steps] == [29 + 1 + 3 + 9 + 1 + 1 + 1, 59 + 1 + 1]
 
 
 @pytest.mark.usefixtures("on_threads")
@@ -182,7 +182,7 @@ def test_the_command_prints_a_table_and_one_json_document(plan: Path) -> None:
     assert shown.exit_code == 0
     assert shown.stderr == ""
     assert "4 ranks as threads" in shown.stdout
-    assert "lengths scaled by 0.05 to at most 30 tokens" in shown.stdout.replace("\n", " ")
+    assert "lengths scaled by 0.05 to at most 29 tokens" in shown.stdout.replace("\n", " ")
     assert "passed: differences up to 1e-12 are allowed" in shown.stdout
     assert max(map(len, shown.stdout.splitlines()[1:-1])) <= 80
     document = json.loads(runner.invoke(app, ["verify", "--plan", str(plan), "--max-length", "30", "--json"]).stdout)
