@@ -270,6 +270,7 @@ def without_a_card(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: "the current stream")
         patch.setattr(fake_tensor, "init_gpu_context", lambda _: None)
         patch.setattr(FakeTensorMode, "avoid_device_init", True)
         patch.setattr(Tensor, "pin_memory", lambda tensor, *_: tensor)
