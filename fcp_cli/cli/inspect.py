@@ -37,6 +37,7 @@ def inspect(
     if step is None and why is not None:
         raise UsageError("--why names a micro-batch of one step; give --step too")
     if step is None:
+        file.manifest(manifest)  # of another plan: refused, though the summary needs none
         _inspect_plan(file, json)
     elif why is not None:
         _inspect_degree(file, step, why, manifest, json)
