@@ -156,8 +156,8 @@ def draw(case: Case, dtype: torch.dtype, device: torch.device) -> Drawn:
     """Draw a case's inputs at random, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(case.tokens)
     value_size = case.value_size or case.head_size
-    sizes = ((case.heads, case.head_size), (case.kv_heads, case.head_size))
-    sizes += ((case.kv_heads, value_size), (case.heads, value_size))
+    sizes = [(case.heads, case.head_size), (case.kv_heads, case.head_size)]
+    sizes += [(case.kv_heads, value_size), (case.heads, value_size)]
     shapes = [(1, heads, case.tokens, size) for heads, size in sizes]
     return Drawn(*(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes))
 
