@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 
 from fcp_cli.cost.recipe import Recompute
 from fcp_cli.errors import RunError
@@ -183,33 +182,6 @@ def run_through(step: Step) -> Step:
 def test_a_step_counts_the_tokens_that_carry_a_loss_and_predicts_its_time(tmp_path: Path) -> None:
     step = next(one_rank(tmp_path).steps())
     assert (step.tokens, len(step), step.predicted_seconds, step.bound_seconds) == (8, 1, 10.0, 10.0)
-
-
-class HostNumbers(TorchFunctionMode):
-    """Records tensors made on a device from numbers of the host: each copy waits for all work queued there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Any] = []
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        if function in (torch.tensor, torch.as_tensor) and torch.device(options.get("device") or "cpu").type != "cpu":
-            self.made.append(args)
-        return function(*args, **options)
-
-
-def test_the_tokens_of_a_step_are_counted_without_waiting_for_the_device(tmp_path: Path) -> None:
-    session = one_rank(tmp_path)
-    tokens = synthetic_tokens(session.plan, VOCAB_SIZE)
-    session.fetch = lambda row: (tokens(row), tokens(row))
-    session.device = torch.device("meta")
-    with HostNumbers() as numbers:
-        step = next(session.steps())
-    assert not numbers.made
-    assert isinstance(step._tokens, torch.Tensor) and step._tokens.is_meta
 
 
 def test_a_session_goes_on_after_the_last_step_whose_micro_batches_were_all_run(tmp_path: Path) -> None:
