@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: chaos demo fast fuzz test lock test-bounds test-cuda-build test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-stores test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean
+.PHONY: chaos demo fast fuzz test lock test-bounds test-cuda-build test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-stores test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean mutations
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -248,6 +248,10 @@ fuzz: $(STAMP)
 CHAOS ?= 200
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos $(CHAOS)
+
+# Twenty faults, each put into a copy of the runtime and found by `fcp verify` or a short test; some four minutes.
+mutations: $(STAMP)
+	$(BIN)/python -m tests.mutations
 
 clean:
 	rm -rf $(VENV) $(LOCKED_VENV) $(LOOPS_VENV) $(MATRIX_VENVS) $(MSRUN_VENV) $(NEXT_VENV) $(STORES_VENV) fcp-demo site
