@@ -61,9 +61,9 @@ FAULTS = (
         says="keys and values swapped on receipt, if their heads have unequal sizes",
         file=_PASSES,
         function="_Messages.keys",
-        text="return self._pair(self._buffers[hop % 2], self._tokens(hop))",
+        text="return self._pair(self._buffer(hop), self._tokens(hop))",
         becomes=(
-            "flat, size = self._buffers[hop % 2], self._tokens(hop) * self._shapes[0].numel()\n"
+            "flat, size = self._buffer(hop), self._tokens(hop) * self._shapes[0].numel()\n"
             "        if hop and self._shapes[0] != self._shapes[1]:\n"
             "            flat = flat.roll(size)\n"
             "        return self._pair(flat, self._tokens(hop))"
@@ -108,8 +108,8 @@ FAULTS = (
         says="a hop's gradient of queries lost",
         file=_PASSES,
         function="ring_backward",
-        text="add(*places, work.q_rows, dq_share)",
-        becomes="add(*places, work.q_rows, dq_share * (hop > 1))",
+        text="sum_of_dq.add(work.q_rows, dq_share)",
+        becomes="sum_of_dq.add(work.q_rows, dq_share * (hop > 1))",
     ),
     Fault(
         says="another scale in the backward",
@@ -136,8 +136,8 @@ FAULTS = (
         says="a shorter message sent than is expected",
         file=_PASSES,
         function="_Messages.pass_on",
-        text="has_keys, has_gradients = hop + 1 < ring.degree,",
-        becomes="has_keys, has_gradients = hop + 1 < ring.degree and ring.index != 1,",
+        text="has_keys, has_gradients = hop < self._last_keys,",
+        becomes="has_keys, has_gradients = hop < self._last_keys and ring.index != 1,",
     ),
     Fault(
         says="positions of chunks as if all were equal",
