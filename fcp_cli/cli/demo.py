@@ -20,7 +20,7 @@ def demo(
     ] = Path("fcp-demo"),
     json: Annotated[bool, Opt("Print its figures as one JSON document on stdout.")] = False,
 ) -> None:
-    """Show fcp's gain in wall time, and exact gradients, in two minutes.
+    """Show fcp's gain in wall time, and exact gradients, in a few minutes.
 
     It needs no data and no GPU: texts are Python's own sources, and ranks are processes of this machine. Without
     PyTorch it only shows the plans. Exit status 1 if a gradient differs from one process by more than 1e-12.

@@ -90,7 +90,7 @@ class Demo:
         prepare(self.folder)
         missing = [extra for extra, modules in _MODULES.items() if not all(map(find_spec, modules))]
         self.figures |= {"folder": str(self.folder), "missing": missing}
-        self._say(f"Flexible Context Parallelism in under two minutes. Its files are in {self.folder}/.")
+        self._say(f"Flexible Context Parallelism in a few minutes. Its files are in {self.folder}/.")
         plans = self._plan()
         if "torch" not in missing:
             self._pace(plans)
