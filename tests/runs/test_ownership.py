@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -245,19 +245,22 @@ def test_an_owner_whose_clock_is_behind_is_seen_to_beat(tmp_path: Path) -> None:
     silent = time.time() - 1000
     os.utime(path, (silent, silent))
 
+    ended = Event()
+
     def beat() -> None:
-        time.sleep(0.05)
-        os.utime(path, (silent + 5, silent + 5))
+        beats = 0
+        while not ended.wait(0.01):
+            beats += 1
+            os.utime(path, (silent + beats, silent + beats))
 
-    beats: list[Thread] = []
-
-    def begin_to_beat(line: str) -> None:
-        beats.append(Thread(target=beat))
-        beats[0].start()
-
-    with pytest.raises(RunError, match="in use"):
-        own(tmp_path / "run", announce=begin_to_beat)
-    beats[0].join()
+    beating = Thread(target=beat)
+    beating.start()
+    try:
+        with pytest.raises(RunError, match="in use"):
+            own(tmp_path / "run")
+    finally:
+        ended.set()
+        beating.join()
 
 
 @pytest.mark.skipif(NO_PROC, reason="without /proc every owner is one of another machine")
