@@ -71,9 +71,9 @@ class CompareOptions(PlanRequest):
 )
 def compare(options: CompareOptions) -> None:
     """Compare every strategy, each in its best setting, on your lengths."""
-    from fcp_cli.planning.compare import SYNCS, encoder_placements
+    from fcp_cli.planning.compare import encoder_placements
     from fcp_cli.planning.settings import resolve
-    from fcp_cli.planning.verdict import compared_steps
+    from fcp_cli.planning.verdict import compared_steps, compared_syncs
     from fcp_cli.report.verdict import comparison_document, print_comparison, verdict_lines
 
     assumptions = Assumptions()
@@ -81,8 +81,7 @@ def compare(options: CompareOptions) -> None:
     inputs = resolve(replace(options, steps=None), assumptions)
     names = _names(options.solvers, inputs.problem.profile)
     assumptions.report()
-    is_open = options.sync is None and options.virtual_stages == 1
-    syncs = SYNCS if is_open else (inputs.problem.sync,)
+    syncs = compared_syncs(inputs, options.sync)
     if inputs.problem.profile.common_ground is not None:
         note("strategies are compared under the profile's common_ground, without exposed_ring_share; fcp plan uses all")
         inputs = replace(inputs, problem=replace(inputs.problem, profile=inputs.problem.profile.on_common_ground()))

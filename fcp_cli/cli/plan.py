@@ -188,13 +188,11 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
 
 def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, next_command: str | None = None) -> None:
     from fcp_cli.launching.job import planned_nodes
-    from fcp_cli.planning.compare import SYNCS
-    from fcp_cli.planning.verdict import priced_baselines, verdict_on
+    from fcp_cli.planning.verdict import compared_syncs, priced_baselines, verdict_on
     from fcp_cli.report.verdict import verdict_lines
 
     note_compilation([options.solver], [inputs.problem.sync])
-    is_open = options.sync is None and inputs.problem.virtual_stages == 1
-    baselines = priced_baselines(inputs, options.solver, SYNCS if is_open else (inputs.problem.sync,))
+    baselines = priced_baselines(inputs, options.solver, compared_syncs(inputs, options.sync))
     result, seconds = _make_with_progress(inputs, options, output, baselines)
     verdict = None if baselines is None else verdict_on(options.solver, seconds, baselines, inputs)
     extra = _gain_and_time(result, seconds) | _price_of_limit(result, inputs)

@@ -21,7 +21,7 @@ from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, batch_of, sampled_steps, spread_steps
 from fcp_cli.planning.candidates import is_compiled
-from fcp_cli.planning.compare import USABLE, Contender, compare_recipes
+from fcp_cli.planning.compare import SYNCS, USABLE, Contender, compare_recipes
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.recipe import profiled_budget, sampled_seconds, unfixed_request
@@ -112,6 +112,11 @@ def compared_steps(batches: GlobalBatches, most: int | None = None) -> list[int]
     """Return the evenly spaced batches that strategies are compared on: a few, or `most`."""
     steps, size = len(batches), batches.settings.global_batch_size
     return spread_steps(steps, most) if most is not None else sampled_steps(steps, size) or [0]
+
+
+def compared_syncs(inputs: PlanInputs, given: Sync | None) -> tuple[Sync, ...]:
+    """Return the syncs that strategies are compared under: both, unless `--sync` or interleaved stages fix one."""
+    return SYNCS if given is None and inputs.problem.virtual_stages == 1 else (inputs.problem.sync,)
 
 
 def priced_baselines(inputs: PlanInputs, solver: str, syncs: Sequence[Sync]) -> Baselines | None:
