@@ -73,6 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Tests that nobody asked for by their marker are left out. Workers of pytest-xdist begin with the modules that start
     processes: those take longest.
     """
+    _leave_to_full_tests(items)
     _leave_out_unasked(config, items)
     for item in items:
         for implied, names in (("processes", _IMPLY_PROCESSES), ("torch", _IMPLY_TORCH)):
@@ -90,6 +91,22 @@ def _try_fewer_examples(items: list[pytest.Item]) -> None:
     for function in {item.function for item in items if isinstance(item, pytest.Function)}:
         if asked := getattr(function, _ASKED, None):
             setattr(function, _ASKED, settings(asked, max_examples=max(5, asked.max_examples // 5)))
+
+
+def _leave_to_full_tests(items: list[pytest.Item]) -> None:
+    """Mark all cases but some of a test with `examples(n)` as `full`: n that are spread evenly, the first and last too."""
+    cases: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("examples") and isinstance(item, pytest.Function):
+            cases.setdefault((item.path, item.function), []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("examples")
+        assert marker is not None
+        wanted = marker.args[0]
+        kept = {round(k * (len(found) - 1) / max(wanted - 1, 1)) for k in range(wanted)}
+        for place, item in enumerate(found):
+            if place not in kept:
+                item.add_marker("full")
 
 
 def _leave_out_unasked(config: pytest.Config, items: list[pytest.Item]) -> None:

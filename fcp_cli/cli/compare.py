@@ -71,6 +71,7 @@ class CompareOptions(PlanRequest):
 )
 def compare(options: CompareOptions) -> None:
     """Compare every strategy, each in its best setting, on your lengths."""
+    options.require_inputs()
     from fcp_cli.planning.compare import encoder_placements
     from fcp_cli.planning.settings import resolve
     from fcp_cli.planning.verdict import compared_steps, compared_syncs

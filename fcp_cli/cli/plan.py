@@ -89,6 +89,7 @@ def plan(options: PlanOptions) -> None:
 
     Settings without an option come from fcp.yaml, this folder or this machine; the output names each source.
     """
+    options.require_inputs()
     from fcp_cli.planning.settings import resolve
     from fcp_cli.planning.solvers import require_planning_solver
 
@@ -205,19 +206,17 @@ def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, nex
         for line in () if verdict is None else verdict_lines(verdict):
             print_result(line)
     arguments = [f"{flag} {size}" for flag, size in _arguments_of_megatron(result.metadata)]
+    nodes = planned_nodes(result.metadata)
+    followed = f"--plan {output}" if nodes == 1 else f"--plan {output} --nodes {nodes} --dry-run"
     # The bundled trainer uses one device per rank.
-    trains = " ".join(("--plan", str(output), "-- SCRIPT", *arguments, "ARGS"))
+    trains = " ".join((followed, "-- SCRIPT", *arguments, "ARGS"))
     # Suggest the bundled trainer only if the model was not merely assumed.
     model = inputs.request.model
     is_named = model is not None or "--model" not in inputs.assumptions.assumed
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
-        trains = f"--model {_model_to_train(model, inputs.problem.profile.model)} --plan {output}"
-    following = next_command or f"fcp launch {trains}"
-    if (nodes := planned_nodes(result.metadata)) > 1:
-        following += (
-            f", on each of {nodes} nodes: --target slurm submits it, --nodes {nodes} --dry-run prints the commands"
-        )
-    note(f"wrote {output}; next: {following}")
+        trains = f"--model {_model_to_train(model, inputs.problem.profile.model)} {followed}"
+    where = "" if nodes == 1 else f" for {nodes} nodes (--target slurm submits the job)"
+    note(f"wrote {output}{where}; next: {next_command or f'fcp launch {trains}'}")
 
 
 def _arguments_of_megatron(metadata: PlanMetadata) -> Iterable[tuple[str, int]]:

@@ -270,7 +270,7 @@ def _write(found: CostProfile, output: Path) -> None:
     if found.origin == "analytic" and known_model(found.model) is not None:  # its recipe was chosen without lengths
         how = f" --model {found.model} --cluster {found.cluster}"
     plan = f"fcp plan {manifest_here() or 'MANIFEST'}{how}"
-    note(f"wrote {output} ({found.origin}); next: fcp profile show {output}, or {plan}")
+    note(f"wrote {output} ({found.origin}), which 'fcp profile show {output}' explains; next: {plan}")
 
 
 def _explained(loaded: CostProfile, lengths: list[int], degrees: list[int]) -> dict[str, Any]:

@@ -366,17 +366,20 @@ class ArrowShard:
 
 
 class CsvShard:
-    """A `.csv` or `.tsv` file, read into memory as one group; a single column without a header is `length`."""
+    """A `.csv` or `.tsv` file, read into memory as one group; a single column without a header is `length`.
+
+    Columns end at commas, semicolons or tabs, whichever the first line has most of.
+    """
 
     is_arrow = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        parse = csv.ParseOptions(delimiter="\t" if path.suffix == ".tsv" else ",")
         with readable(path, kind="CSV"), open_input(path, seekable=True) as file:
-            is_number = next(bounded_lines(file), b"").strip().isdigit()
+            header = next(bounded_lines(file), b"").strip()
             file.seek(0)
-            read = csv.ReadOptions(column_names=["length"] if is_number else None)
+            read = csv.ReadOptions(column_names=["length"] if header.isdigit() else None)
+            parse = csv.ParseOptions(delimiter=max(",;\t", key=lambda one: header.count(one.encode())))
             self._table = csv.read_csv(file, read_options=read, parse_options=parse)
             require_names(self._table.schema)
         self.schema = self._table.schema

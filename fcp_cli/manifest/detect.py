@@ -21,6 +21,7 @@ from fcp_cli.manifest.sources import Source
 from fcp_cli.manifest.table import read_header, readable
 from fcp_cli.manifest.text import JsonLines, TextTree, holds_lines, size_of, usual_field
 from fcp_cli.manifest.tokenizer import FileTokenizer, local_checkpoint, open_tokenizer
+from fcp_cli.util.files import near_file
 from fcp_cli.util.inputs import inner_suffix, is_compressed
 from fcp_cli.util.parquet import open_footer
 from fcp_cli.util.remote import each
@@ -116,7 +117,7 @@ def _kind_by_name(path: Path) -> str:
             raise ManifestError(f"{path} holds several splits; name the one to read: {splits}")
         return next((kind for kind in _SHARDED if _shard_paths(path, kind)), "text")
     if not path.exists():
-        raise ManifestError(f"there is no source {path}")
+        raise ManifestError(f"there is no source {path}{near_file(path)}")
     for kind, suffixes in _SUFFIXES.items():
         if inner_suffix(path) in suffixes:
             if is_compressed(path) and kind != "jsonl":

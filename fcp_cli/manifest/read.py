@@ -37,6 +37,7 @@ from fcp_cli.manifest.table import (
     release,
 )
 from fcp_cli.util.arrays import FloatArray, IntArray
+from fcp_cli.util.files import unused
 from fcp_cli.util.inputs import bounded_lines, decode_record, open_input
 from fcp_cli.util.kinds import another_kind
 from fcp_cli.util.masks import MASK_COLUMN, MaskRows
@@ -161,7 +162,7 @@ def _batches(shard: DataFile, length_column: str) -> Iterator[Any]:
 def _missing_column(file: Path, schema: Any, length_column: str) -> str:
     usable = [field.name for field in schema if pa.types.is_integer(field.type) or is_list(field.type)]
     close = nearest(length_column, usable) or next((name for name in USUAL_LENGTHS if name in usable), None)
-    build = shlex.join(["fcp", "manifest", "build", str(file), "-o", "lengths.parquet"])
+    build = shlex.join(["fcp", "manifest", "build", str(file), "-o", unused("lengths.parquet")])
     hint = f"pass --length-column {close}" if close else "name one with --length-column"
     if not close and not usable:
         hint = f"count the tokens of texts with `{build}` (and --tokenizer)"
@@ -286,7 +287,7 @@ def _without_length(record: dict[str, Any], where: str, length_column: str, plac
     missing = f"{where} has no {length_column!r}; its keys are {', '.join(record)}; name one with --length-column"
     if place == _STDIN or not any(isinstance(value, str | list) for value in record.values()):
         return missing
-    build = shlex.join(["fcp", "manifest", "build", place, "-o", "lengths.parquet"])
+    build = shlex.join(["fcp", "manifest", "build", place, "-o", unused("lengths.parquet")])
     return f"{missing}, or count the tokens of texts with `{build}` (and --tokenizer)"
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from fcp_cli.errors import ManifestError, UsageError
 from fcp_cli.util.arrays import IntArray
+from fcp_cli.util.files import near_file
 from fcp_cli.util.inputs import open_records
 from fcp_cli.util.remote import RemotePath, data_path, each, remembered_size, retried, version_of
 
@@ -208,7 +209,7 @@ def _matching(word: str) -> Iterator[Path]:
                 f"{word} is a folder among several sources; name its files, as '{word.rstrip('/')}/*.jsonl'"
             )
         if not path.exists():
-            raise ManifestError(f"there is no source {word}")
+            raise ManifestError(f"there is no source {word}{near_file(path)}")
         yield path.absolute()
         return
     found: list[Path]

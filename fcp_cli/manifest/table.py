@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import pyarrow as pa
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.util.arrays import FloatArray, IntArray
+from fcp_cli.util.files import near_file
 from fcp_cli.util.kinds import another_kind
 from fcp_cli.util.masks import MaskRows
 from fcp_cli.util.parquet import FAILURES, FOOTER_KEY, footer_document, open_footer, reason_of
@@ -233,16 +235,21 @@ def readable(path: Path, *, kind: str = "Parquet") -> Iterator[None]:
 
 
 def manifest_files(path: Path) -> list[Path]:
-    """Return the file itself, or the `.parquet` files of a folder, else its `.arrow` files, in name order."""
+    """Return the file itself, the files that a glob matches, or a folder's `.parquet`, else `.arrow` files, by name."""
     if path.is_dir():
         files = sorted(path.glob("*.parquet")) or sorted(path.glob("*.arrow"))
         if not files:
             raise ManifestError(_what_folder(path))
         return files
-    if not path.exists():
-        made = path.with_suffix(".parquet")
-        raise ManifestError(f"{path} does not exist; `fcp manifest build SOURCE -o {made}` makes a manifest")
-    return [path]
+    if path.exists():
+        return [path]
+    if matched := sorted(glob(str(path), recursive=True)):  # noqa: PTH207  the glob may be absolute
+        return [Path(name) for name in matched]
+    made = path.with_suffix(".parquet")
+    raise ManifestError(
+        f"{path} does not exist{near_file(path)}; `fcp manifest build SOURCE -o "
+        f"{'MANIFEST' if made.exists() or '*' in path.name else made}` makes a manifest"
+    )
 
 
 def _what_folder(path: Path) -> str:
@@ -281,7 +288,7 @@ def manifest_source(path: str | Path) -> dict[str, Any] | None:
     """Return the recorded source of a built manifest, or None for data planned directly."""
     path = Path(path)
     files = manifest_files(path)
-    if path.is_dir() or path.suffix in NOT_PARQUET:
+    if path not in files or path.suffix in NOT_PARQUET:
         return None
     source = read_header(read_footer(files[0])).get("source")
     return _checked_source(source, path) if isinstance(source, dict) else None

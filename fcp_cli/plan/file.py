@@ -22,7 +22,7 @@ from fcp_cli.plan.replan_command import plan_again
 from fcp_cli.plan.rings import BrokenRule, broken_heads, broken_ranks, first_of
 from fcp_cli.plan.step import RingGroup, StepPlan
 from fcp_cli.util.arrays import FloatArray, IntArray
-from fcp_cli.util.files import replaced_atomically
+from fcp_cli.util.files import near_file, replaced_atomically
 from fcp_cli.util.inputs import DamagedError
 from fcp_cli.util.kinds import another_kind
 from fcp_cli.util.parquet import FAILURES, numpy_of, open_parquet, parquet_writer, reason_of
@@ -44,7 +44,9 @@ class PlanReader:
         try:
             self._file = open_parquet(path)
         except FileNotFoundError as error:
-            raise PlanError(f"there is no plan {path}; make one with 'fcp plan MANIFEST -o {path}'") from error
+            raise PlanError(
+                f"there is no plan {path}{near_file(path)}; make one with 'fcp plan MANIFEST -o {path}'"
+            ) from error
         except FAILURES as error:
             if path.is_dir():
                 raise PlanError(f"{path} is a folder, not a plan; name the plan file in it") from error

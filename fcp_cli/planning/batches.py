@@ -314,9 +314,11 @@ def _overlong_message(
     if limit < most:
         fits += f" and --max-length allows {limit}"
     if longest > most:
-        least_ranks = -(-longest // problem.tokens_per_rank)
-        hold += options_that_hold(longest) if options_that_hold else f"--ranks {least_ranks}"
-        more_ranks = "" if "--ranks" in hold else f", or more devices: --ranks {least_ranks}"
+        ranks, node = -(-longest // problem.tokens_per_rank), problem.ranks_per_node
+        more = f"--ranks {ranks if ranks <= node else -(-ranks // node) * node}"  # whole nodes
+        options = options_that_hold(longest) if options_that_hold else ""
+        hold += options or more
+        more_ranks = f", or more devices: {more}" if options else ""
     shorter = lengths[lengths <= limit]
     kept = f"the longest of the others has {shorter.max()}" if len(shorter) else "no other is left"
     return (

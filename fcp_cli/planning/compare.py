@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from fcp_cli.cost.recipe import check_recipe
-from fcp_cli.errors import PlanError, PluginError, UsageError
+from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.setup import held_tokens
@@ -121,7 +121,7 @@ def compare(
                 outcomes |= _run(name, batches, group, milp_seconds=milp_seconds, on_step=on_step)
             except StuckError as error:  # the other sync may work
                 refusal = refusal or str(error)
-            except (PlanError, PluginError) as error:
+            except FcpError as error:
                 outcomes, refusal = {}, str(error)
                 break
         yield Contender(name=name, outcomes=outcomes, refusal="" if outcomes else refusal)
@@ -198,7 +198,7 @@ def _attempt(
     try:
         batches = SampledBatches(replace(inputs, problem=problem).batches(), steps)
         return _run(name, batches, [problem.sync], milp_seconds=milp_seconds)[problem.sync]
-    except (PlanError, PluginError) as error:
+    except FcpError as error:
         return str(error)
 
 

@@ -197,3 +197,18 @@ class PlanRequest:
     def files(self) -> list[Path]:
         """Files that the options name, which a plan must not overwrite."""
         return [*self.manifests, *([] if self.profile is None else [self.profile])]
+
+    def require_inputs(self) -> None:
+        """Raise FcpError if the manifest, model or cluster is misspelt, before the slow import of the planner."""
+        if self.manifest is not None and str(self.manifest) != "-":
+            from fcp_cli.manifest.table import manifest_files
+
+            manifest_files(self.manifest)
+        if self.model is not None:
+            from fcp_cli.models.model import load_model
+
+            load_model(self.model)
+        if self.cluster is not None:
+            from fcp_cli.models.cluster import load_cluster
+
+            load_cluster(self.cluster)

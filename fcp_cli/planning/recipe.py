@@ -27,6 +27,7 @@ from fcp_cli.planning.candidates import is_compiled, solver_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
 from fcp_cli.util.console import Assumptions, note_once
+from fcp_cli.util.files import unused
 from fcp_cli.util.words import duration
 
 ASSUMED_TOKENS_PER_RANK: Final = 16_384
@@ -103,7 +104,7 @@ def with_timed_settings(asked: RecipeRequest, profile: CostProfile) -> RecipeReq
         how = f"--analytic --cluster {profile.cluster} " if profile.origin == "analytic" else ""
         raise UsageError(
             f"the cost profile of {profile.model} on {profile.cluster} has times of {profile.recipe.describe()}; "
-            f"make another with: fcp profile {how}--model {profile.model} {wanted} -o profile.yaml"
+            f"make another with: fcp profile {how}--model {profile.model} {wanted} -o {unused('profile.yaml')}"
         )
     return replace(asked, **timed)
 
@@ -308,7 +309,7 @@ def say_what_is_recomputed(profile: CostProfile, assumptions: Assumptions) -> No
 
 
 def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
-    """Return the `fcp plan` options under which the ranks can hold a sequence that is too long for them now.
+    """Return the `fcp plan` options under which the ranks can hold a sequence that is too long for them now, or "".
 
     Args:
         longest_tokens: tokens of the sequence.
@@ -322,7 +323,7 @@ def options_that_hold(longest_tokens: int, budget: Budget, ranks: int) -> str:
             tokens = [] if room.given_tokens is None else ["--tokens-per-rank", str(wanted)]
             flags = [] if tokens and roomier.recipe == budget.recipe else roomier.flags()
             return shlex.join([*tokens, *flags])
-    return f"--ranks {-(-longest_tokens // budget.tokens_per_rank)}"
+    return ""
 
 
 # Search for the recipe with the least predicted time on a sample of the plan's steps.

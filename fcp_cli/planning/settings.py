@@ -55,6 +55,7 @@ from fcp_cli.planning.speeds import requested_speeds
 from fcp_cli.profiling.computed import analytic_profile, as_needed_profile, with_level_tokens
 from fcp_cli.profiling.forward import forward_profile
 from fcp_cli.util.console import Assumptions
+from fcp_cli.util.files import unused
 from fcp_cli.util.machine import find_accelerators
 from fcp_cli.util.options import MOST_RANKS
 from fcp_cli.util.validation import fields_of, shown
@@ -468,7 +469,7 @@ def devices_of_rank(
         raise UsageError(
             f"the plan is for {_cut_text(wanted)}, but the cost profile of {profile.model} on {profile.cluster} is for "
             f"{_cut_text({**wanted, **known})}; make one with: fcp profile --analytic --model {profile.model} "
-            f"--cluster {profile.cluster} {cut} -o profile.yaml"
+            f"--cluster {profile.cluster} {cut} -o {unused('profile.yaml')}"
         )
     for name, value in wanted.items():
         if given[name] is None and value > 1:

@@ -254,7 +254,8 @@ def _against_more(microbatch: MicroBatch, priced: dict[int, Alternative], step: 
     if more.crosses_nodes and not own.crosses_nodes:
         text = f"its ring would leave the node: {more.seconds:.3f} s instead of {own.seconds:.3f} s"
         return Reason(degree=more.degree, bound="topology", text=text)
-    if more.ring_seconds > more.attention_seconds and more.degree > 1:
+    # No reason against one rank more if the chosen ring outlasts attention, too.
+    if more.ring_seconds > more.attention_seconds and own.ring_seconds <= own.attention_seconds:
         text = (
             f"its ring ({more.ring_seconds:.3f} s) would outlast attention ({more.attention_seconds:.3f} s): "
             f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds"

@@ -14,11 +14,31 @@ from pathlib import Path
 from typing import Final
 
 from fcp_cli.errors import FcpError, UsageError
+from fcp_cli.util.words import nearest_words
 
 USUAL_MANIFESTS = ("lengths.parquet", "dataset.parquet")
 _PARTIAL: Final = ".partial"
 _LEFTOVER_SECONDS: Final = 3600.0  # a live writer without a lock (some network file systems) has written more recently
 _LOOP: Final = "it is a loop of symbolic links"
+
+
+def near_file(path: Path) -> str:
+    """Return a hint for a missing file from the names beside it: "; did you mean 'data/lengths.parquet'?", or ""."""
+    try:
+        names = {one.stem: one.name for one in path.parent.iterdir()}
+    except OSError:
+        return ""
+    near = nearest_words(path.stem, names, cutoff=0.75)
+    return f"; did you mean '{path.with_name(names[near[0]])}'?" if near else ""
+
+
+def unused(name: str) -> str:
+    """Return a name for a new file in a suggested command: this one, or one with a number if the file is here."""
+    path, number = Path(name), 1
+    while path.exists():
+        number += 1
+        path = Path(f"{Path(name).stem}-{number}{path.suffix}")
+    return str(path)
 
 
 def manifest_here() -> Path | None:
@@ -134,7 +154,7 @@ def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> Non
 
 
 def shipped(kind: str) -> Path:
-    """Return the folder of shipped data: `profiles` or `launchers`.
+    """Return the folder of shipped data: `profiles`, `launchers` or `examples`.
 
     In a wheel it is inside the package; in a checkout at the top level, where people expect it.
     """

@@ -89,6 +89,7 @@ def test_the_lock_has_a_hash_for_everything_and_keeps_the_floors() -> None:
 # Folder of a wheel -> endings of the files in it.
 WHEEL = {
     "fcp_cli": {".py", ".typed", ".html"},
+    "fcp_cli/_data/examples": {".py"},
     "fcp_cli/_data/launchers": {".j2"},
     "fcp_cli/_data/profiles": {".yaml"},
     "fcp_cli-0.1.0.dist-info": {"", ".txt"},
@@ -107,7 +108,7 @@ def test_a_wheel_holds_the_package_and_its_data_alone(tmp_path: Path) -> None:
         found.setdefault(folder, set()).add(Path(name).suffix)
     assert found == WHEEL
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "fcp_cli").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == package
+    assert {name for name in names if name.endswith(".py") and "/_data/" not in name} == package
     assert {Path(name).name for name in names if "dist-info" in name} == {
         *("METADATA", "WHEEL", "RECORD", "entry_points.txt", "LICENSE")
     }

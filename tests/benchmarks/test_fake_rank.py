@@ -39,6 +39,7 @@ CASES: list[tuple[str, Sync, int, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.examples(4)
 @pytest.mark.parametrize(("model", "sync", "tokens", "ranks", "settings"), CASES)
 def test_the_estimate_is_the_tracked_peak(
     model: str, sync: Sync, tokens: int, ranks: int, settings: dict[str, Any]
@@ -96,6 +97,7 @@ text:
 """
 
 
+@pytest.mark.examples(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_estimate_of_layers_whose_halos_travel_is_the_tracked_peak(tmp_path: Path, recompute: Recompute) -> None:
     path, recipe = tmp_path / "windows-tiny.yaml", Recipe(zero_stage=2, recompute=recompute)
@@ -200,6 +202,7 @@ def test_the_estimate_of_adapters_is_a_bound() -> None:
     assert 1.0 <= memory.total_bytes(4096) / tracked_step(job).peak_bytes <= 1.2
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.distributed
 def test_the_estimate_is_what_real_ranks_allocate(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_overlong_sequences_are_named_and_the_options_mend_it(folder: Path) -> N
     arguments = ("plan", "dataset.parquet", *EIGHT_RANKS, *FAST, "--tokens-per-rank", "2000")
     error = assert_one_error_line(fcp(*arguments, cwd=folder), 1)
     assert error == snapshot(
-        "error: dataset.parquet: 2 of 96 sequences cannot be planned: row 0 (20000 tokens), row 48 (20000 tokens); 8 ranks of 2000 tokens hold at most 16000; the longest of the others has 4000; add --overlong drop to skip them (truncate cuts them), or --ranks 10 to hold them"
+        "error: dataset.parquet: 2 of 96 sequences cannot be planned: row 0 (20000 tokens), row 48 (20000 tokens); 8 ranks of 2000 tokens hold at most 16000; the longest of the others has 4000; add --overlong drop to skip them (truncate cuts them), or --ranks 12 to hold them"
     )
     assert names(folder) == ["dataset.parquet", "profile.yaml"]
     for policy, sequences in (("drop", 94), ("truncate", 96)):
@@ -321,8 +321,8 @@ def test_a_plan_of_tensor_parallel_ranks_shows_its_devices_and_how_to_launch_it(
     assert "devices    2 per rank (tensor parallel 2, pipeline parallel 1), 16 in all" in result.stdout
     cut = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --global-batch-size 24"
     assert (
-        f"next: fcp launch --plan plan.parquet -- SCRIPT {cut} ARGS, on each of 2 nodes: --target slurm submits it, "
-        "--nodes 2 --dry-run prints the commands"
+        "wrote plan.parquet for 2 nodes (--target slurm submits the job); next: fcp launch --plan plan.parquet --nodes 2 "
+        f"--dry-run -- SCRIPT {cut} ARGS"
     ) in result.stderr
     assert PlanReader(folder / "plan.parquet").metadata.num_devices == 16
 

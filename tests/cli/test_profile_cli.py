@@ -66,10 +66,10 @@ def test_after_a_computed_profile_the_next_command_searches_the_recipe_that_suit
     done = fcp("profile", "--analytic", "-o", "mine.yaml")
     again = "--model qwen3-vl-8b --cluster example-8x8"
     assert done.err.splitlines()[-1] == (
-        f"wrote mine.yaml (analytic); next: fcp profile show mine.yaml, or fcp plan MANIFEST {again}"
+        f"wrote mine.yaml (analytic), which 'fcp profile show mine.yaml' explains; next: fcp plan MANIFEST {again}"
     )
     Path("lengths.parquet").touch()
-    assert fcp("profile", "--analytic").err.splitlines()[-1].endswith(f", or fcp plan lengths.parquet {again}")
+    assert fcp("profile", "--analytic").err.splitlines()[-1].endswith(f"; next: fcp plan lengths.parquet {again}")
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl-8b", "Qwen/Qwen3-VL-8B", "qwen3-vl-8b-example-8x8"])

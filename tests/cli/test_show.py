@@ -34,7 +34,7 @@ def demo_of(folder: Path) -> tuple[Demo, io.StringIO]:
 def test_without_extras_a_demo_draws_both_plans_and_names_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = ("torch", "transformers", "tokenizers", "vl_convert")
+    missing = ("torch", "transformers", "vl_convert")
     monkeypatch.setattr(show, "find_spec", lambda name: None if name in missing else find_spec(name))
     demo, text = demo_of(tmp_path / "demo")
     demo.show()
@@ -47,7 +47,7 @@ def test_without_extras_a_demo_draws_both_plans_and_names_the_rest(
     assert {
         name: bool(list(PlanReader(tmp_path / "demo" / f"{name}-16.parquet").steps())) for name in ("static", "fcp")
     }
-    assert demo.figures["missing"] == ["torch", "hf", "report"]
+    assert demo.figures["missing"] == ["torch", "finetune", "report"]
     assert demo.figures["predicted_speedup"] > 1.2
     assert demo.passed
     assert "wall time" not in "".join(lines[: lines.index("Skipped, since its libraries are not installed here")])
@@ -133,5 +133,6 @@ def test_a_whole_demo_measures_what_it_predicts_and_proves_its_gradients(tmp_pat
     assert figures["predicted_speedup"] > 1.2
     assert figures["measured_speedup"] > 1.0  # the machine may be busy
     assert 0 < figures["gradient_difference"] < 1e-12
-    assert figures["last_loss"] < figures["first_loss"] - 0.5
+    assert figures["training_speedup"] > 1.0
+    assert figures["loss_difference"] < 1e-4
     assert (tmp_path / figures["page"]).stat().st_size > 100_000

@@ -85,6 +85,7 @@ def entered(seeds: SeedFolder) -> set[str]:
     return found
 
 
+@pytest.mark.full
 def test_every_reader_is_entered_by_a_kind_or_named_with_its_reason(entered: set[str]) -> None:
     assert set(readers()) - entered - set(EXCEPTIONS) == set()
     assert set(EXCEPTIONS) - set(readers()) == set()
@@ -95,6 +96,7 @@ def test_every_command_has_a_kind_of_its_options_or_a_reason() -> None:
     assert set(commands()) == drawn | set(UNDRAWN)
 
 
+@pytest.mark.examples(40)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_file_is_read_or_refused_in_one_line(seeds: SeedFolder, kind: str) -> None:
     count = max(1, round(_INPUTS * KINDS[kind].share))

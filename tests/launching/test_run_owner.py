@@ -94,6 +94,7 @@ def test_a_running_run_is_neither_resumed_nor_launched_into_until_its_launcher_a
     assert ended is not None and ended.ended == "finished"
 
 
+@pytest.mark.examples(1)
 @pytest.mark.parametrize("words", [("--run-dir", "run"), ()])
 def test_of_two_launches_at_once_one_runs_in_a_folder_and_the_other_is_refused_or_gets_another(
     folder: Path, launch: Callable[..., subprocess.Popen[bytes]], words: tuple[str, ...]

@@ -110,6 +110,7 @@ def test_a_column_of_a_usual_name_is_found_and_named(tmp_path: Path, column: str
         ("m.txt", "5\n7\n", [5, 7], "length"),
         ("m.csv", "id,length,eta\na,5,0.5\nb,7,0\n", [5, 7], "length"),
         ("m.csv", "5\n7\n", [5, 7], "length"),
+        ("m.csv", "id;length\na,b;5\nc;7\n", [5, 7], "length"),
         ("m.tsv", "name\ttoken_count\nx\t5\n", [5], "token_count"),
     ],
 )
@@ -242,6 +243,42 @@ def test_what_is_no_manifest_is_refused_in_one_line(tmp_path: Path, case: str) -
     with pytest.raises(ManifestError) as caught:
         read_manifest(REFUSED[case](tmp_path))
     assert str(caught.value).replace(f"{tmp_path}/", "") == REFUSALS[case]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            "datset.parquet",
+            "datset.parquet does not exist; did you mean 'dataset.parquet'?; `fcp manifest build SOURCE -o ",
+        ),
+        ("dataset.jsonl", "-o MANIFEST`"),
+        ("none*.parquet", "-o MANIFEST`"),
+    ],
+)
+def test_a_missing_manifest_is_named_with_the_file_that_was_meant_and_no_file_to_overwrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_parquet(tmp_path / "dataset.parquet", {"length": [1]})
+    with pytest.raises(ManifestError) as caught:
+        read_manifest(typed)
+    assert said in str(caught.value)
+
+
+def test_a_glob_is_the_manifest_of_all_files_that_it_matches_by_name(tmp_path: Path) -> None:
+    for name, length in (("b", 2), ("a", 1), ("c", 3)):
+        write_parquet(tmp_path / f"{name}.parquet", {"length": [length]})
+    assert read_manifest(tmp_path / "[ab].parquet").length_tokens.tolist() == [1, 2]
+    assert manifest_source(tmp_path / "*.parquet") is None
+
+
+def test_texts_are_built_into_a_manifest_that_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("lengths", "lengths-2", "m"):
+        write_parquet(tmp_path / f"{name}.parquet", {"text": ["a"]})
+    with pytest.raises(ManifestError, match=r"fcp manifest build m\.parquet -o lengths-3\.parquet"):
+        read_manifest("m.parquet")
 
 
 def test_equal_lengths_are_a_remark_and_no_error(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_activation_bytes_are_those_that_autograd_keeps(name: str, precision: Pr
     assert kept[2] - kept[1] == layer_bytes(spec, kind, precision_of(Recipe(precision=precision)))
 
 
+@pytest.mark.examples(2)
 @pytest.mark.parametrize(("kind", "moved"), list(MOVED_PER_RECOMPUTED_BYTE.items()))
 @pytest.mark.parametrize("name", ["qwen3-8b", "llama3-8b", "gemma3-27b"])
 def test_recomputed_operations_move_the_bytes_that_are_priced(name: str, kind: Recompute, moved: float) -> None:

@@ -48,6 +48,7 @@ def require_equal_figures(spec: ModelSpec, *, tokens: int) -> None:
     assert kept == pytest.approx(found.bytes_per_token, rel=0.002)
 
 
+@pytest.mark.examples(4)
 @pytest.mark.hf
 @pytest.mark.parametrize("name", FEW_LAYERS)
 def test_a_few_layers_have_the_parameters_operations_and_bytes_of_transformers_own(name: str) -> None:

@@ -56,6 +56,7 @@ def _saved(config: Any, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.examples(4)
 @pytest.mark.hf
 @pytest.mark.parametrize("layers", DESCRIBED, ids=lambda layers: " ".join((layers.kind, *layers.settings)))
 def test_a_described_model_has_the_figures_of_transformers_own(layers: Layers, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def again(plan: Path, **changes: object) -> list[str]:
     return words[1:]
 
 
+@pytest.mark.examples(3)
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
     "options",

@@ -272,7 +272,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a foreign file": (
         lambda plan: pq.write_table(pa.table({"length": [1, 2]}), plan),
         snapshot(
-            "PlanError: FOLDER/plan.parquet is a Parquet file but not a plan; make one with 'fcp plan MANIFEST -o plan.parquet'"
+            "PlanError: FOLDER/plan.parquet is a Parquet file but not a plan; make one with 'fcp plan FOLDER/plan.parquet -o plan.parquet'"
         ),
     ),
     "another format": (

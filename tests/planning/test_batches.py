@@ -90,7 +90,7 @@ def test_overlong_sequences_are_named_with_what_fits_and_the_options_that_mend_i
     assert "4 ranks of 100 tokens hold at most 400" in message
     assert "7 of 8 sequences cannot be planned" in message
     assert "the longest of the others has 5" in message
-    assert message.endswith("add --overlong drop to skip them (truncate cuts them), or --ranks 10 to hold them")
+    assert message.endswith("add --overlong drop to skip them (truncate cuts them), or --ranks 12 to hold them")
 
 
 def test_a_length_limit_below_what_fits_is_an_error_too() -> None:

@@ -32,6 +32,7 @@ def _parts(batch: Batch, batches: GlobalBatches) -> list[searches.RankPart]:
     return searches.rank_parts(sequences, planner_inputs(batches.problem))
 
 
+@pytest.mark.examples(3)
 @pytest.mark.parametrize("sync", ["iteration", "microbatch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_in_parts_is_sound_and_nearly_as_quick(family: str, sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:

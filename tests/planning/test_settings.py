@@ -184,7 +184,7 @@ def test_bytes_of_a_token_that_were_measured_stay(folder: Path) -> None:
 def test_times_of_another_recipe_are_refused(folder: Path) -> None:
     profile_of(folder)
     with raises(
-        "UsageError: the cost profile of qwen3-8b on h100-8x8 has times of ZeRO-3, bf16, full recomputation, chunked loss; make another with: fcp profile --analytic --cluster h100-8x8 --model qwen3-8b --recompute none -o profile.yaml"
+        "UsageError: the cost profile of qwen3-8b on h100-8x8 has times of ZeRO-3, bf16, full recomputation, chunked loss; make another with: fcp profile --analytic --cluster h100-8x8 --model qwen3-8b --recompute none -o profile-2.yaml"
     ):
         problem_for(recipe=RecipeRequest(recompute="none"))
 
@@ -303,7 +303,7 @@ REFUSED_WITH = snapshot(
         "a cluster that nobody knows": "UsageError: the profile's cluster 'elsewhere' is not known here; give --ranks",
         "another model than the profile's": "UsageError: profile.yaml is of qwen3-8b on example-8x8; drop --model and --cluster to use it, or --profile to have one computed",
         "fewer tokens than a sequence is padded to": "UsageError: a rank may hold 3 tokens, but sequences are padded to 4 on it",
-        "a profile of other devices": "UsageError: the plan is for tensor parallel 4 and pipeline parallel 1, but the cost profile of qwen3-8b on example-8x8 is for tensor parallel 2 and pipeline parallel 1; make one with: fcp profile --analytic --model qwen3-8b --cluster example-8x8 --tensor-parallel 4 --pipeline-parallel 1 -o profile.yaml",
+        "a profile of other devices": "UsageError: the plan is for tensor parallel 4 and pipeline parallel 1, but the cost profile of qwen3-8b on example-8x8 is for tensor parallel 2 and pipeline parallel 1; make one with: fcp profile --analytic --model qwen3-8b --cluster example-8x8 --tensor-parallel 4 --pipeline-parallel 1 -o profile-2.yaml",
         "virtual stages under sync iteration": "UsageError: --virtual-stages is 2, whose ranks must run equally many micro-batches; add --sync microbatch",
         "more blocks of layers than layers": "UsageError: 2 stages of 20 blocks of layers each exceed the 36 layers of qwen3-8b; give fewer --virtual-stages",
         "virtual stages without a pipeline": "UsageError: --virtual-stages is 2, but there is no pipeline: --pipeline-parallel is 1",
@@ -381,7 +381,7 @@ def test_a_sequence_beyond_a_given_token_budget_is_answered_with_one_that_holds_
     refused = resolve(replace(request, tokens_per_rank=10), Assumptions())
     with pytest.raises(OverlongError) as error:
         refused.batches()
-    assert "or --tokens-per-rank 15 to hold them, or more devices: --ranks 3" in str(error.value)
+    assert "or --tokens-per-rank 15 to hold them, or more devices: --ranks 4" in str(error.value)
     resolve(replace(request, tokens_per_rank=15), Assumptions()).batches()
 
 

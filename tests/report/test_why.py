@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fcp_cli.cost.profile import Bandwidth
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.setup import Pipeline
@@ -67,6 +68,26 @@ def test_leaving_the_node_is_named(explanations: list[Explanation]) -> None:
     whole_nodes = [e for e in explanations if e.microbatch.degree == 4 and not e.alternatives[1].crosses_nodes]
     assert all(e.reasons[-1].bound == "topology" for e in whole_nodes)
     assert all("leave the node" in e.reasons[-1].text for e in whole_nodes)
+
+
+def test_a_ring_that_outlasts_attention_is_no_reason_against_one_rank_more_if_the_planned_one_does_too(
+    tmp_path: Path,
+) -> None:
+    make_example_plan(tmp_path / "plan.parquet", num_ranks=16)
+    reader = PlanReader(tmp_path / "plan.parquet")
+    problem = problem_of(reader.metadata, name="plan")
+    slow = replace(problem.profile, bandwidth=Bandwidth(intra_node=1e8, inter_node=1e8))
+    found = [
+        explain_degree(step, row.order, replace(problem, profile=slow))
+        for step in reader.steps()
+        for row in step.microbatches()
+        if row.degree > 1
+    ]
+    own = [next(a for a in one.alternatives if a.degree == one.microbatch.degree) for one in found]
+    assert any(a.ring_seconds > a.attention_seconds for a in own)
+    for explanation, planned in zip(found, own, strict=True):
+        if planned.ring_seconds > planned.attention_seconds:
+            assert "would outlast" not in explanation.reasons[-1].text
 
 
 def test_all_ranks_are_the_most(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import transformers
 
 from tests.runtime.models import SMALL_DECODER
 
-_SIZES: Mapping[str, Any] = {
+SIZES: Mapping[str, Any] = {
     "vocab_size": 61,
     **SMALL_DECODER,
     "head_dim": 8,
@@ -35,7 +35,7 @@ _SIZES: Mapping[str, Any] = {
 _FULL = {"layer_types": ["full_attention"] * 2}
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
-_LATENT = {
+LATENT_SIZES = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 8,
@@ -44,7 +44,7 @@ _LATENT = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
-_INDEXED = {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+_INDEXED = {**LATENT_SIZES, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
 # Heads of two sizes: those of layers without windows are larger.
 _GEMMA4 = {**_WINDOWS, "global_head_dim": 16, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
 _GEMMA4_SHARED = {
@@ -55,7 +55,7 @@ _GEMMA4_SHARED = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 61,
 }
-_LONGCAT = {**_LATENT, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 0}
+_LONGCAT = {**LATENT_SIZES, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 0}
 _GROUPS = {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 4, "topk_group": 2}
 _LLAMA4 = {**_FULL, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]}
 
@@ -80,7 +80,7 @@ class Family:
 
     def build(self) -> Any:
         """Make the model in fp64; equal weights at every call."""
-        sizes = {name: value for name, value in _SIZES.items() if name not in self.without}
+        sizes = {name: value for name, value in SIZES.items() if name not in self.without}
         config = transformers.AutoConfig.for_model(self.kind, **{**sizes, **self.settings})
         torch.manual_seed(0)
         # Experts as a loop over them: the grouped products of CPUs know no fp64.
@@ -145,20 +145,20 @@ FAMILIES: Mapping[str, Family] = {
     "falcon": Family(kind="falcon", without=("head_dim",), refused="interface"),
     "deepseek_v2": Family(
         kind="deepseek_v2",
-        settings=_LATENT,
+        settings=LATENT_SIZES,
         tolerance=1e-8,
     ),
     "deepseek_v3": Family(
         kind="deepseek_v3",
-        settings={**_LATENT, **_GROUPS, "first_k_dense_replace": 1},
+        settings={**LATENT_SIZES, **_GROUPS, "first_k_dense_replace": 1},
         tolerance=1e-8,
     ),
-    "deepseek_v3, dense": Family(kind="deepseek_v3", settings={**_LATENT, "first_k_dense_replace": 2}),
-    "glm4_moe_lite": Family(kind="glm4_moe_lite", settings=_LATENT, tolerance=1e-8),
+    "deepseek_v3, dense": Family(kind="deepseek_v3", settings={**LATENT_SIZES, "first_k_dense_replace": 2}),
+    "glm4_moe_lite": Family(kind="glm4_moe_lite", settings=LATENT_SIZES, tolerance=1e-8),
     "longcat_flash": Family(kind="longcat_flash", settings=_LONGCAT, tolerance=1e-8),
-    "minicpm3": Family(kind="minicpm3", settings=_LATENT),
-    "youtu": Family(kind="youtu", settings=_LATENT),
-    "deepseek_v32": Family(kind="deepseek_v32", settings=_LATENT, refused="attends to the tokens that an indexer selects"),
+    "minicpm3": Family(kind="minicpm3", settings=LATENT_SIZES),
+    "youtu": Family(kind="youtu", settings=LATENT_SIZES),
+    "deepseek_v32": Family(kind="deepseek_v32", settings=LATENT_SIZES, refused="attends to the tokens that an indexer selects"),
     "cohere2": Family(kind="cohere2", settings=_FULL, tolerance=1e-8),
     "gemma3_text": Family(kind="gemma3_text", settings=_FULL, tolerance=1e-8),
     "gemma4_text": Family(kind="gemma4_text", settings=_GEMMA4, tolerance=1e-7),
@@ -178,7 +178,7 @@ FAMILIES: Mapping[str, Family] = {
         refused="tokens that an indexer selects",
     ),
     "deepseek_v4": Family(kind="deepseek_v4", refused="tokens that an indexer selects"),
-    "kimi_linear": Family(kind="kimi_linear", settings=_LATENT, refused="decays per channel"),
+    "kimi_linear": Family(kind="kimi_linear", settings=LATENT_SIZES, refused="decays per channel"),
     "bailing_hybrid": Family(kind="bailing_hybrid", refused="lightning attention"),
     "lfm3": Family(kind="lfm3", refused="short convolutions"),
     "gemma2": Family(kind="gemma2", settings={**_WINDOWS, "attn_logit_softcapping": 2.0}, tolerance=1e-7),

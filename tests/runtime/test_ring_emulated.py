@@ -65,6 +65,7 @@ KERNELS: dict[str, tuple[AttentionKernel, torch.dtype]] = {
 }
 
 
+@pytest.mark.examples(7)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
     ("kernel", "packs"),
@@ -94,6 +95,7 @@ def test_in_bf16_a_ring_adds_less_error_than_one_device_has(heads: tuple[int, in
         require_error_of_one_device(run_emulated(example, degree, torch.bfloat16), example)
 
 
+@pytest.mark.examples(1)
 @pytest.mark.parametrize("sizes", [(12, 8), (7, 4), (8, 12)], ids=str)
 def test_heads_of_values_may_have_a_size_of_their_own(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     examples = [make_example(lengths, (4, 2), sizes[0], value_dim=sizes[1]) for lengths in PACKS[1:3]]

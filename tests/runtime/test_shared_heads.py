@@ -31,6 +31,7 @@ def heads_for(shared: int) -> list[tuple[int, int]]:
     return [heads for heads in ((8, 8), (8, 2), (4, 1), (24, 3), (20, 5), (14, 7)) if can_share(heads, shared)]
 
 
+@pytest.mark.examples(4)
 @pytest.mark.parametrize(("shared", "ring"), GROUPS)
 def test_any_sets_and_rings_compute_plain_attention_in_fp64(shared: int, ring: int) -> None:
     assert heads_for(shared)

@@ -93,6 +93,7 @@ def alone(lengths: tuple[int, ...], groups: int) -> Shards:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
+@pytest.mark.examples(3)
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("lengths", PACKS)
 def test_any_group_scans_as_one_process(lengths: tuple[int, ...], groups: int) -> None:

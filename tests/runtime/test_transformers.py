@@ -45,6 +45,7 @@ def require_trained_as_with_sdpa(plan: Path, case: Case, num_ranks: int) -> None
         assert_agrees(case, rank, alone)
 
 
+@pytest.mark.examples(6)
 @pytest.mark.parametrize("recompute", get_args(Recomputation))
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_decoder_under_a_plan_computes_what_sdpa_computes(

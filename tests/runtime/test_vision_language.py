@@ -78,6 +78,7 @@ def assert_agrees(found: Replayed, expected: Replayed, tolerance: float = TOLERA
     assert np.abs(found.losses - expected.losses).max() <= tolerance
 
 
+@pytest.mark.examples(4)
 @pytest.mark.parametrize(
     "case",
     [

@@ -60,6 +60,7 @@ def resume_on_three_ranks(folder: Path) -> list[tuple[int, float, float]]:
     return losses_of(run)
 
 
+@pytest.mark.full
 def test_a_job_killed_while_it_saves_and_at_another_moment(tmp_path: Path) -> None:
     assert_goes_on_as_if_nothing_had_happened(killed(tmp_path, 2), 2)
 

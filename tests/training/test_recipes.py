@@ -37,6 +37,7 @@ def run(folder: Path, name: str, *words: str) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in records if record["kind"] == "step"]
 
 
+@pytest.mark.full
 def test_recomputation_chunked_loss_and_offload_train_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,7 @@ def test_a_template_reaches_nothing_of_python(template: str, reason: str) -> Non
         render(template)
 
 
+@pytest.mark.examples(20)
 @pytest.mark.lengthy
 @pytest.mark.parametrize("template", AMPLIFIERS, ids=range(len(AMPLIFIERS)))
 def test_a_template_that_wants_hours_or_gigabytes_ends_within_its_limits(renderer: Renderer, template: str) -> None:

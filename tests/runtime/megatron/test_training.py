@@ -91,6 +91,7 @@ def measured_losses(folder: Path) -> list[float]:
     return [step.loss or 0.0 for step in steps]
 
 
+@pytest.mark.full
 def test_losses_gradient_norms_and_weights_are_those_without_fcp_also_from_megatrons_own_checkpoint(
     folder: Path,
 ) -> None:
@@ -120,6 +121,7 @@ def test_so_they_are_where_megatron_compiles_what_it_fuses(folder: Path) -> None
     np.testing.assert_allclose(measured_losses(folder), read(folder / "alone", 0).losses, rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "sync"), [pytest.param("tensor", "iteration", marks=pytest.mark.full), ("pipeline", "microbatch")]
 )
