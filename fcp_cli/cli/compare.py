@@ -79,7 +79,9 @@ def compare(options: CompareOptions) -> None:
 
     assumptions = Assumptions()
     _names(options.solvers)  # validate the names before reading files
-    inputs = resolve(replace(options, steps=None), assumptions)
+    with progress() as bar:
+        bar.add_task("reading lengths and choosing the recipe", total=None)
+        inputs = resolve(replace(options, steps=None), assumptions)
     names = _names(options.solvers, inputs.problem.profile)
     assumptions.report()
     syncs = compared_syncs(inputs, options.sync)

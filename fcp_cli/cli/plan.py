@@ -107,7 +107,9 @@ def plan(options: PlanOptions) -> None:
             raise UsageError("--json and -o - both want stdout; write the plan to a file")
         if options.resume:
             raise UsageError("--resume cannot continue a plan on stdout; write the plan to a file")
-    inputs = resolve(_with_its_attention(options, assumptions), assumptions)
+    with progress() as bar:
+        bar.add_task("reading lengths and choosing the recipe", total=None)
+        inputs = resolve(_with_its_attention(options, assumptions), assumptions)
     # Only now, since a plan given as the manifest must fail as a wrong kind of file.
     refuse_to_overwrite(output, *inputs.files)
     assumptions.report()
@@ -193,7 +195,9 @@ def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, nex
     from fcp_cli.report.verdict import verdict_lines
 
     note_compilation([options.solver], [inputs.problem.sync])
-    baselines = priced_baselines(inputs, options.solver, compared_syncs(inputs, options.sync))
+    with progress() as bar:
+        bar.add_task("pricing what could be used instead", total=None)
+        baselines = priced_baselines(inputs, options.solver, compared_syncs(inputs, options.sync))
     result, seconds = _make_with_progress(inputs, options, output, baselines)
     verdict = None if baselines is None else verdict_on(options.solver, seconds, baselines, inputs)
     extra = _gain_and_time(result, seconds) | _price_of_limit(result, inputs)

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cache
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Final
 
-from fcp_cli.util.words import one_line, short_count
+from fcp_cli.util.words import duration, one_line, short_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -161,8 +162,13 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_TELL_SECONDS: Final = 10.0
+_TOLD: Final = 4  # assumptions that a reader of a terminal is told
+_TOLD_FIRST: Final = ("--model", "--cluster", "recipe", "--tokens-per-rank")
+
+
 def progress(*, transient: bool = True) -> Progress:
-    """Return a progress bar on stderr, shown only on a terminal and not under -q."""
+    """Return a progress bar on stderr; through a pipe, a line every 10 s; nothing under -q."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -179,7 +185,26 @@ def progress(*, transient: bool = True) -> Progress:
             rate = task.finished_speed or task.speed
             return Text("" if rate is None else f"{short_count(rate)}/s")
 
+    class Lines(Progress):
+        """Tells from a thread what the unfinished tasks have done: also while none of them advances."""
+
+        def start(self) -> None:
+            self._ended = Event()
+            Thread(target=self._tell, name="progress", daemon=True).start()
+
+        def stop(self) -> None:
+            self._ended.set()
+
+        def _tell(self) -> None:
+            while not self._ended.wait(_TELL_SECONDS):
+                for task in self.tasks:
+                    if not task.finished:
+                        done = "" if task.total is None else f": {task.completed:,.0f} of {task.total:,.0f}"
+                        note(f"{task.description}{done}, {duration(task.get_time() - (task.start_time or 0.0))}")
+
     console = human()
+    if not console.is_terminal:
+        return (Lines if verbosity.level >= 0 else Progress)(disable=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -188,7 +213,7 @@ def progress(*, transient: bool = True) -> Progress:
         TimeRemainingColumn(),
         console=console,
         transient=transient,
-        disable=verbosity.level < 0 or not console.is_terminal,
+        disable=verbosity.level < 0,
     )
 
 
@@ -208,5 +233,12 @@ class Assumptions:
     def report(self) -> None:
         for message in self.warnings:
             note(f"warning: {message}")
-        for name, text in self.assumed.items():
-            note(f"assumed {name} = {text}")
+        told = list(self.assumed)
+        console = human()
+        if console.is_terminal and verbosity.level == 0 and len(told) > _TOLD:  # a log has them all
+            told = sorted(told, key=lambda name: name not in _TOLD_FIRST)[:_TOLD]
+        for name in told:
+            line = one_line(f"assumed {name} = {self.assumed[name]}")
+            console.print(line, markup=False, soft_wrap=not console.is_terminal)
+        if len(told) < len(self.assumed):
+            note(f"assumed {len(self.assumed) - len(told)} more settings; -v names them")
