@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from fcp_cli.cli import app
 from fcp_cli.errors import FcpError
 from fcp_cli.util.parquet import reason_of
 from tests.patience import PATIENCE_SECONDS
@@ -57,6 +58,20 @@ def test_an_argument_that_is_not_utf_8_is_one_line(tmp_path: Path) -> None:
     ended = run("plan lengths.jsonl --model qwen3-tiny -o $'p\\xff.parquet'", tmp_path)
     assert ended.returncode == 2
     assert ended.stderr == "error: the argument 'p\\udcff.parquet' is not UTF-8 text; rename the file or folder\n"
+
+
+def test_a_command_without_a_thread_left_to_start_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(app, "app", start)
+    monkeypatch.setattr("sys.argv", ["fcp"])
+    with pytest.raises(SystemExit) as end:
+        app.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith("error: cannot start a thread: ")
 
 
 def test_a_missing_thread_is_not_blamed_on_the_file() -> None:
