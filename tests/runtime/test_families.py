@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.transformers.preparation import _check_call, prepare
@@ -27,6 +29,7 @@ from fcp_cli.verification.emulation import (
     synthetic_tokens,
     thread_session,
 )
+from tests.pages import ROOT
 from tests.runtime.families import FAMILIES, HYBRIDS, STATE_SPACES, Family
 from tests.runtime.plans import Row, write_plan
 
@@ -119,6 +122,27 @@ def test_a_model_without_attention_is_refused(name: str) -> None:
 )
 def test_examples_of_families_are_trained_as_in_one_process_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
     check(FAMILIES[name], tmp_path)
+
+
+def test_the_page_has_every_type_of_its_release_once_and_none_that_is_wrong() -> None:
+    page = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+    section = page.partition("## Every causal language model")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    types = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[3])]
+    assert len(types) == len(set(types)) == sum(int(row.split("|")[2]) for row in rows)
+    assert not any(row.startswith(("| wrong", "| fails")) for row in rows)
+    if f"transformers {transformers.__version__} " in section:
+        assert set(types) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [("llama", "exact"), ("doge", "refused"), ("fuyu", "not tried"), ("gemma", "exact but for parts in fp32")],
+)
+def test_a_type_is_tried_by_its_config_class(kind: str, verdict: str) -> None:
+    from tests.every_family import outcome
+
+    assert outcome(kind).verdict == verdict
 
 
 class TokenShift(nn.Module):
