@@ -8,6 +8,7 @@ import pytest
 from fcp_cli.plan.file import PlanReader
 from tests.runtime.trainer_outcomes import Outcomes, outcomes_of, require_equal, require_refused, require_repeated
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
+from tests.runtime.workers.trainer_worker import FAMILIES_TRAINED
 
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
@@ -39,12 +40,17 @@ _REMAINING = (
     "fsdp",
     "fsdp, resumed",
     "fsdp that keeps weights",
+    "fsdp, bf16",
+    "aot_eager",
+    "tied embeddings",
 )
+_FAMILIES = tuple(f"family {name}" for name in FAMILIES_TRAINED)
 _BF16 = 1e-3  # two roundings of every activation, in another order
 
 
 outcomes = outcomes_of("trainer_worker", *_CASES, *_REFUSALS)
 remaining = outcomes_of("trainer_worker", *_REMAINING, "fsdp that gathers weights again")
+families = outcomes_of("trainer_worker", *_FAMILIES)
 
 
 @pytest.mark.full
@@ -60,7 +66,13 @@ def test_losses_norms_and_weights_are_those_of_the_script_without_a_plan(outcome
 @pytest.mark.full
 @pytest.mark.parametrize("name", _REMAINING)
 def test_so_they_are_in_every_other_setting_that_is_followed(remaining: Outcomes, name: str) -> None:
-    require_equal(remaining, name, most=_BF16 if name == "bf16" else 2e-6, steps=2 if name == "max_steps" else 3)
+    require_equal(remaining, name, most=_BF16 if "bf16" in name else 2e-6, steps=2 if name == "max_steps" else 3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_so_they_are_with_other_decoders(families: Outcomes, name: str) -> None:
+    require_equal(families, name, most=5e-6)
 
 
 def test_evaluation_runs_on_the_models_own_attention(outcomes: Outcomes) -> None:

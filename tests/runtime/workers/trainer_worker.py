@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from fcp_cli.errors import FcpError
 from fcp_cli.integrations.hugging_face.hooks import hook_trainer
 from tests.patience import PATIENCE_SECONDS
+from tests.runtime.families import FAMILIES
 from tests.runtime.models import VOCAB_SIZE, hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 from tests.runtime.workers.leave import leave_job
@@ -233,6 +235,16 @@ def sharded(folder: Path, *, reshards: bool, run: Callable[..., dict[str, Any]] 
     return found
 
 
+def of_family(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
+    """Train a tiny decoder of one of transformers' families, in fp32."""
+    family = FAMILIES[name]
+    model = replace(family, settings={**family.settings, **settings}).build().float().train()
+    return train(folder, model=model)
+
+
+FAMILIES_TRAINED = (
+    *("llama", "gemma2", "gpt_oss", "glm4", "olmo2", "mixtral", "deepseek_v3, dense", "cohere2", "phi3", "smollm3"),
+)
 Cases = Mapping[str, tuple[str, Callable[[Path], Any]]]
 """Name -> plan, and what to run in a folder."""
 CASES: Cases = {
@@ -267,6 +279,10 @@ CASES: Cases = {
         partial(sharded, reshards=True, run=partial(resumed, optim="adamw_torch", learning_rate=1e-3)),
     ),
     "fsdp that keeps weights": (ITERATION, partial(sharded, reshards=False)),
+    "fsdp, bf16": (WAVES, partial(sharded, reshards=True, run=partial(train, bf16=True))),
+    "aot_eager": (ITERATION, lambda folder: train(folder, torch_compile=True, torch_compile_backend="aot_eager")),
+    "tied embeddings": (ITERATION, partial(of_family, name="llama", tie_word_embeddings=True)),
+    **{f"family {name}": (ITERATION, partial(of_family, name=name)) for name in FAMILIES_TRAINED},
 }
 REFUSALS: Cases = {
     "fsdp that gathers weights again": (ITERATION, partial(sharded, reshards=True)),
