@@ -12,7 +12,8 @@ from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
 _UNPLANNED = ("unplanned, read by workers", "unplanned, cut by the collator")
-_CASES = ("ddp", "resumed, evaluated", "lora", "stopped", "unplanned", "repeated", *_UNPLANNED)
+_LOADED = ("split batches", "split and dispatched batches")
+_CASES = ("ddp", "resumed, evaluated", "lora", "stopped", "unplanned", "repeated", *_UNPLANNED, *_LOADED)
 _REFUSALS = {
     "other batch": "the script trains on 4 sequences a step (per_device_train_batch_size 2 x gradient_accumulation_steps 1 "
     "x 2 ranks), but the plan on 8; plan with 'fcp plan --global-batch-size 4', or give the script the plan's",
@@ -24,7 +25,7 @@ _REFUSALS = {
     "was made of the data that training began with: data that changes between epochs, and a second trainer with other",
     "changing rows": "row 23 of the training data has 7 tokens but 6 in the plan's manifest unplanned-growing.lengths.parquet; "
     "the plan was made of the data that training began with: data that changes between epochs",
-    "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; remove it",
+    "grouped": "the script puts rows of similar length into a step (group_by_length), but a plan's steps have random",
 }
 _REMAINING = (
     "accumulation",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -22,11 +23,15 @@ import torch
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.integrations.base import Refusals, Signatures, advice, refuse, require
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.integrations.hugging_face.packing import ReplacedPacking, replaced_packing
+from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE, PlanMetadata
 from fcp_cli.runtime.plan_agreement import require_training
+from fcp_cli.util.arrays import IntArray
+from fcp_cli.util.words import counted
 from fcp_cli.vision.families import FAMILIES
 
 OWN_LOOP = "follow the plan in a loop of your own (docs/how-to/training-loop.md)"
+_ACCEPT = "accept the plan's batches with 'fcp launch --accept-other-batches'"
 TRL_KNOWN_TO_WORK = ("1.16.0",)
 LOSSES = {
     "transformers.trainer": "Trainer",
@@ -41,6 +46,8 @@ RELIED_ON_OF_TRL: Signatures = {
 """Functions of `trl.trainer.utils` that are called."""
 COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
 """Attributes of TRL's trainers that hold metrics to be logged."""
+_SAME_UPDATES = 0.05
+"""Relative difference up to which numbers of updates count as equal: frameworks pack in blocks of rows."""
 _LOSSES_OF_A_BATCH = ("aot", "aot_unpaired", "sft")
 
 
@@ -107,11 +114,14 @@ def _settings_refusals(trainer: Any) -> Refusals:
         "average_tokens_across_devices=False weighs tokens by the rank that they are on, which the plan chooses; "
         "remove it",
     )
-    groups_by_length = getattr(args, "group_by_length", False)  # transformers 4
-    strategy = getattr(args, "train_sampling_strategy", "group_by_length" if groups_by_length else "random")
     yield (
-        strategy not in ("random", "sequential"),
-        f"the script groups rows by {strategy}, but a plan balances the steps itself; remove it",
+        sampling_strategy(args) not in ("random", "sequential", "group_by_length"),
+        f"the script draws its rows by {sampling_strategy(args)}, but a plan balances the ranks itself; remove it",
+    )
+    yield (
+        sampling_strategy(args) == "group_by_length" and not _accepts_other_batches(),
+        "the script puts rows of similar length into a step (group_by_length), but a plan's steps have random rows, "
+        f"which is another training; remove the setting (a plan balances the ranks itself), or {_ACCEPT}",
     )
     yield (
         bool(args.auto_find_batch_size),
@@ -132,7 +142,8 @@ def _settings_refusals(trainer: Any) -> Refusals:
     others = [name for name in ("tp", "cp", "sp") if (getattr(parallel, f"{name}_size", None) or 1) > 1]
     yield (
         bool(others),
-        f"the script sets {', '.join(f'{name}_size' for name in others)}; a plan makes the groups itself: remove it",
+        f"the script sets {', '.join(f'{name}_size' for name in others)} (parallelism_config); a plan makes the groups "
+        "itself: remove it",
     )
 
 
@@ -182,20 +193,44 @@ def _trl_refusals(trainer: Any) -> Refusals:
     )
 
 
-def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
-    """Check that the trainer's global batch size and steps are the plan's, since its schedules and logs count them."""
+def sampling_strategy(args: Any) -> str:
+    """Return the order in which a trainer draws its rows: random, sequential, group_by_length or another."""
+    groups_by_length = getattr(args, "group_by_length", False)  # transformers 4
+    return str(getattr(args, "train_sampling_strategy", "group_by_length" if groups_by_length else "random"))
+
+
+def rows_per_pass(trainer: Any) -> int:
+    """Return the rows of a rank's batch; with `split_batches`, ranks share one of `per_device_train_batch_size`."""
     args = trainer.args
-    check_global_batch(
-        metadata,
-        trainer.get_total_train_batch_size(args),
-        f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
-        f"{args.gradient_accumulation_steps} x {args.world_size} ranks",
-    )
+    return int(args.per_device_train_batch_size // (args.world_size if trainer.accelerator.split_batches else 1))
+
+
+def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any, lengths: IntArray) -> None:
+    """Check that the trainer's global batch size and steps are the plan's, since its schedules and logs count them.
+
+    Args:
+        trainer: the script's trainer.
+        metadata, plan: metadata of the plan and its file.
+        lengths: [rows] tokens of the manifest's rows; 0: not planned.
+    """
+    args = trainer.args
+    spread = "with split_batches" if trainer.accelerator.split_batches else f"x {args.world_size} ranks"
+    batches_of_rank = args.gradient_accumulation_steps * args.world_size
+    if (packing := replaced_packing()) is None:
+        check_global_batch(
+            metadata,
+            rows_per_pass(trainer) * batches_of_rank,
+            f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps} {spread}",
+        )
+    else:
+        require_training(metadata)
+        _check_updates(metadata, packing, lengths, rows_per_pass(trainer), batches_of_rank)
     wanted = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * metadata.steps_per_epoch)
     asked = f"max_steps {args.max_steps}" if args.max_steps > 0 else f"num_train_epochs {args.num_train_epochs}"
     check_steps(metadata, plan, wanted, asked)
     keeps_last = metadata.last_batch == "keep" and metadata.planned_rows % metadata.global_batch_size > 0
-    in_order = getattr(args, "train_sampling_strategy", "") == "sequential"
+    in_order = sampling_strategy(args) == "sequential"
     refuse(
         (
             (
@@ -210,6 +245,32 @@ def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
             ),
         )
     )
+
+
+def _check_updates(
+    metadata: PlanMetadata, packing: ReplacedPacking, lengths: IntArray, rows: int, batches: int
+) -> None:
+    """Raise RunError if a plan makes another number of updates than the packing that it replaces, unless accepted.
+
+    Args:
+        metadata: metadata of the plan.
+        packing: the script's packing.
+        lengths: [rows] tokens of the manifest's rows; 0: not planned.
+        rows, batches: packed rows of a batch, and batches of an update on all ranks.
+    """
+    lengths = lengths[lengths > 0]
+    own, found = math.ceil(packing.packed_rows(lengths) / (rows * batches)), metadata.steps_per_epoch
+    if abs(found - own) > _SAME_UPDATES * own and not _accepts_other_batches():
+        raise RunError(
+            f"{packing.setting} makes {counted(own, 'update')} an epoch, of {len(lengths) / own:,.0f} sequences each; "
+            f"a plan packs itself, and its batches count sequences: {found} of {metadata.global_batch_size}, which is "
+            f"another training; turn packing off and give batches of {max(1, round(len(lengths) / own / batches))} "
+            f"rows a rank for as many updates, or {_ACCEPT}"
+        )
+
+
+def _accepts_other_batches() -> bool:
+    return bool(os.environ.get(OTHER_BATCHES_VARIABLE))
 
 
 def check_global_batch(metadata: PlanMetadata, batch: int, made_of: str) -> None:
@@ -302,13 +363,13 @@ def check_order(trainer: Any, loader: Any, metadata: PlanMetadata) -> None:
     with _same_random_state():
         first, second = (_drawn(batches, epoch) for epoch in range(2))
     rows = [row for batch in first for row in batch]
-    largest = max(map(len, first), default=0)
+    largest, allowed = max(map(len, first), default=0), rows_per_pass(trainer)
     if not all(isinstance(row, (int, np.integer)) for row in rows):
         raise RunError(f"{by} packs rows into batches, but the plan packs; leave packing off")
-    if len(set(rows)) != len(rows) or largest > trainer.args.per_device_train_batch_size:
+    if len(set(rows)) != len(rows) or largest > allowed:
         raise RunError(
             f"{by} visits {len(rows)} rows, {len(set(rows))} of them distinct, in batches of up to {largest}; under a "
-            f"plan every row is visited once an epoch, in batches of {trainer.args.per_device_train_batch_size}"
+            f"plan every row is visited once an epoch, in batches of {allowed}"
         )
     if first != second:
         return

@@ -23,7 +23,6 @@ TRAINER: Signatures = {
     "Trainer.training_step": ("model", "inputs", "num_items_in_batch"),
     "Trainer.compute_loss": ("model", "inputs", "num_items_in_batch"),
     "Trainer.compute_loss_context_manager": (),
-    "Trainer.get_total_train_batch_size": ("args",),
     "Trainer.create_accelerator_and_postprocess": (),
 }
 """Methods of `transformers.trainer` that are hooked or called."""

@@ -31,6 +31,7 @@ from fcp_cli.integrations.hugging_face.checks import (
     loss_class,
     loss_function_of,
     loss_kind,
+    rows_per_pass,
 )
 from fcp_cli.integrations.hugging_face.data import CollatedRows, PlanSampler
 from fcp_cli.integrations.hugging_face.job_facts import facts_of, rows_of, start_session, trainer_settings
@@ -43,6 +44,9 @@ from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.step import Step
 
 RUN_DIR_VARIABLE = "FCP_RUN_DIR"
+_RANDOM = (
+    ", at random: batches are others than without a plan; curves overlay with train_sampling_strategy='sequential'"
+)
 
 
 class TrainerFollower:
@@ -71,9 +75,9 @@ class TrainerFollower:
             config=model.config,
         )
         metadata = self.session.metadata
-        check_schedule(trainer, metadata, self.session.plan)
-        check_order(trainer, loader, metadata)
         self._rows = rows_of(self.session, loader, pairs=pairs, config=model.config)
+        check_schedule(trainer, metadata, self.session.plan, self._rows.lengths)
+        check_order(trainer, loader, metadata)
         reference = getattr(trainer, "ref_model", None)
         models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
         self._base = model
@@ -162,7 +166,7 @@ class TrainerFollower:
             print(
                 f"fcp: following {self.session.plan} ({known}) from step {first_step} of "
                 f"{metadata.end_step}, {metadata.num_ranks} ranks, sync {metadata.sync}; {type(trainer).__name__}, "
-                f"rows in the plan's order",
+                f"rows in the plan's order{_RANDOM if metadata.shuffle else ''}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -177,7 +181,7 @@ def _planned_loss(
     trainer: Any, kind: str, models: tuple[PreTrainedModel, ...], session: Session, rows: CollatedRows
 ) -> PlannedLoss:
     is_of_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    means = None if is_of_tokens else BatchMeans(session, rows.learned, trainer.args.per_device_train_batch_size)
+    means = None if is_of_tokens else BatchMeans(session, rows.learned, rows_per_pass(trainer))
     if kind == "Trainer":
         return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor, means=means)
     import trl.trainer.utils

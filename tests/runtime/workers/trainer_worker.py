@@ -153,6 +153,11 @@ def resumed(folder: Path, **changes: Any) -> dict[str, Any]:
     return train(folder, evaluates=True, resume=str(folder / "out" / "checkpoint-2"), **settings)
 
 
+def split(folder: Path, **config: bool) -> dict[str, Any]:
+    """Share each batch of the script among the ranks, which accelerate can do in two ways."""
+    return train(folder, per_device_train_batch_size=GLOBAL_BATCH, accelerator_config={"split_batches": True, **config})
+
+
 class CtrlC(TrainerCallback):
     """Ctrl-C that reaches rank 1 alone, in the second step."""
 
@@ -261,6 +266,8 @@ CASES: Cases = {
     "repeated": (UNPLANNED[0], train),
     "unplanned, read by workers": (UNPLANNED[3], lambda folder: train(folder, dataloader_num_workers=1)),
     "unplanned, cut by the collator": (UNPLANNED[1], lambda folder: train(folder, collator=collate_cut)),
+    "split batches": ("unplanned-split.parquet", partial(split, dispatch_batches=False)),
+    "split and dispatched batches": ("unplanned-dispatched.parquet", partial(split, dispatch_batches=True)),
     "fsdp": (WAVES, partial(sharded, reshards=True)),
     "fsdp, resumed": (
         WAVES,
