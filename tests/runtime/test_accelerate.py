@@ -18,7 +18,7 @@ _REFUSALS = {
     "loader that",
     "weighted loop": "the loader of the training data draws its rows by WeightedRandomSampler, but under a plan every row",
     "second loop": "the training data has 20 rows, but the plan's manifest unplanned-new.lengths.parquet has 24; the plan "
-    "was made of the data that training began with: data that changes between epochs, and a second trainer with other",
+    "was made of the data that training began with: data that changes between epochs cannot be planned, and a",
     "loop of growing rows": "row 23 of the training data has 7 tokens but 6 in the plan's manifest unplanned-growing.",
     "loop of other data": "row 13 of the training data has other tokens than in the epochs before; the plan was made of",
 }

@@ -16,15 +16,17 @@ from functools import wraps
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch.utils.data import SequentialSampler
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.integrations.base import Refusals, Signatures, advice, refuse, require
 from fcp_cli.integrations.hugging_face.packing import ReplacedPacking, replaced_packing
-from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE, PlanMetadata
+from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE, PlanMetadata, is_launched_without_plan
 from fcp_cli.runtime.plan_agreement import require_training
 from fcp_cli.util.arrays import IntArray
 from fcp_cli.util.words import counted
@@ -67,6 +69,31 @@ def check_trl(utils: ModuleType, trainer: Any) -> None:
 def check_trainer(trainer: Any) -> None:
     """Raise RunError for trainer settings, overrides and models that cannot follow a plan."""
     refuse(_override_refusals(trainer), _settings_refusals(trainer), _model_refusals(trainer), _trl_refusals(trainer))
+
+
+_untrained: Final[WeakSet[Any]] = WeakSet()
+
+
+def note_trainer(trainer: Any) -> None:
+    """Remember a trainer that a script has created, until it trains."""
+    _untrained.add(trainer)
+
+
+def check_one_data_set(trainer: Any) -> None:
+    """Raise RunError if a trainer that the script trains later has another number of rows than the one that begins."""
+    _untrained.discard(trainer)
+    rows = _rows(trainer)
+    others = {_rows(other) for other in _untrained} - {rows, None}
+    if rows is not None and others:
+        raise RunError(
+            f"the script has a second trainer with other training data ({others.pop()} rows, {rows} in the first), and "
+            "a job follows one plan; train each in a job of its own"
+        )
+
+
+def _rows(trainer: Any) -> int | None:
+    data = getattr(trainer, "train_dataset", None)
+    return len(data) if hasattr(data, "__len__") else None
 
 
 def loss_class(trainer: Any) -> Any:
@@ -148,7 +175,13 @@ def _settings_refusals(trainer: Any) -> Refusals:
 
 
 def _model_refusals(trainer: Any) -> Refusals:
-    config = getattr(trainer.model, "config", None)
+    model, config = trainer.model, getattr(trainer.model, "config", None)
+    has_head = getattr(model, "get_output_embeddings", lambda: True)() is not None
+    yield (
+        not has_head or bool(getattr(config, "is_encoder_decoder", False)),
+        f"{type(model).__name__} is not a decoder language model, whose tokens a plan splits over ranks and whose loss "
+        "is a mean over tokens; start the script without fcp",
+    )
     text = getattr(config, "get_text_config", lambda: config)()
     yield (
         bool(getattr(text, "output_router_logits", False)),
@@ -205,13 +238,14 @@ def rows_per_pass(trainer: Any) -> int:
     return int(args.per_device_train_batch_size // (args.world_size if trainer.accelerator.split_batches else 1))
 
 
-def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any, lengths: IntArray) -> None:
+def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any, lengths: IntArray, *, in_order: bool) -> None:
     """Check that the trainer's global batch size and steps are the plan's, since its schedules and logs count them.
 
     Args:
         trainer: the script's trainer.
         metadata, plan: metadata of the plan and its file.
         lengths: [rows] tokens of the manifest's rows; 0: not planned.
+        in_order: whether the script visits rows in the data's order.
     """
     args = trainer.args
     spread = "with split_batches" if trainer.accelerator.split_batches else f"x {args.world_size} ranks"
@@ -230,18 +264,17 @@ def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any, lengths: Int
     asked = f"max_steps {args.max_steps}" if args.max_steps > 0 else f"num_train_epochs {args.num_train_epochs}"
     check_steps(metadata, plan, wanted, asked)
     keeps_last = metadata.last_batch == "keep" and metadata.planned_rows % metadata.global_batch_size > 0
-    in_order = sampling_strategy(args) == "sequential"
+    if in_order and metadata.shuffle:
+        by = _order_overrides(trainer) or "the script"
+        raise RunError(
+            f"{by} visits the rows in the data's order, but the plan shuffles them; plan with 'fcp plan --no-shuffle'"
+        )
     refuse(
         (
             (
                 args.dataloader_drop_last and keeps_last,
                 "the script drops an epoch's last, partial batch (dataloader_drop_last), but the plan keeps it; plan "
                 "with 'fcp plan --last-batch drop'",
-            ),
-            (
-                in_order and metadata.shuffle,
-                "the script trains the rows in order (train_sampling_strategy='sequential'), but the plan shuffles "
-                "them; plan with 'fcp plan --no-shuffle'",
             ),
         )
     )
@@ -353,13 +386,17 @@ def place_of(function: Callable[..., Any]) -> str:
     return f"{file.relative_to(nearest) if nearest else file}:{code.co_firstlineno}"
 
 
-def check_order(trainer: Any, loader: Any, metadata: PlanMetadata) -> None:
-    """Raise RunError unless the script's own loader visits rows at most once per epoch, at random or in order."""
-    overrides = [found for name in _ORDER if (found := find_override(trainer, name)) is not None]
+def visits_in_order(trainer: Any, loader: Any) -> bool:
+    """Return whether a trainer's loader visits rows in the data's order instead of at random.
+
+    Raises:
+        RunError: methods of the script's own class visit rows in another order, or not once an epoch.
+    """
     batches = getattr(loader, "batch_sampler", None)
-    if not overrides or batches is None:  # a stream is rejected by `CollatedRows`
-        return
-    by = " and ".join(map(str, overrides))
+    if batches is None:  # a stream is rejected by `CollatedRows`
+        return False
+    if not (by := _order_overrides(trainer)):
+        return isinstance(getattr(own_batches_of(loader), "sampler", None), SequentialSampler)
     with _same_random_state():
         first, second = (_drawn(batches, epoch) for epoch in range(2))
     rows = [row for batch in first for row in batch]
@@ -371,17 +408,26 @@ def check_order(trainer: Any, loader: Any, metadata: PlanMetadata) -> None:
             f"{by} visits {len(rows)} rows, {len(set(rows))} of them distinct, in batches of up to {largest}; under a "
             f"plan every row is visited once an epoch, in batches of {allowed}"
         )
-    if first != second:
-        return
-    if rows != sorted(rows):
+    if first == second and rows != sorted(rows):
+        unshuffled = "" if is_launched_without_plan() else ", and plan with 'fcp plan --no-shuffle'"
         raise RunError(
             f"{by} visits the rows in the same order in every epoch, which is neither random nor the data's own; a "
-            "plan would replace it: sort the data set in its place, and plan with 'fcp plan --no-shuffle'"
+            f"plan would replace it: sort the data set in its place{unshuffled}"
         )
-    if metadata.shuffle:
-        raise RunError(
-            f"{by} visits the rows in the data's order, but the plan shuffles them; plan with 'fcp plan --no-shuffle'"
-        )
+    return first == second
+
+
+def own_batches_of(loader: Any) -> Any:
+    """Unwrap the batch samplers that distribute batches over ranks: return the script's own."""
+    batches = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return batches
+
+
+def _order_overrides(trainer: Any) -> str:
+    """Return, for messages, the methods of the script's own class that determine the order of the rows, or ""."""
+    return " and ".join(str(found) for name in _ORDER if (found := find_override(trainer, name)) is not None)
 
 
 def _drawn(batches: Any, epoch: int) -> list[list[Any]]:

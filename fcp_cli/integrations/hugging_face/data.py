@@ -209,9 +209,8 @@ def _remedy(pairs: bool) -> str:
     if PLANNING_VARIABLE not in os.environ:
         return _REBUILD[pairs]
     return (
-        "the plan was made of the data that training began with: data that changes between epochs, and a second "
-        "trainer with other data, need plans of their own; make them with 'fcp plan', and start the script "
-        "with 'fcp launch --plan PLAN'"
+        "the plan was made of the data that training began with: data that changes between epochs cannot be planned, "
+        "and a second trainer with other data needs a job of its own"
     )
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from fcp_cli.cost.recipe import Lora
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.checks import rows_per_pass, sampling_strategy
+from fcp_cli.integrations.hugging_face.checks import own_batches_of, rows_per_pass, sampling_strategy
 from fcp_cli.integrations.hugging_face.data import CollatedRows
 from fcp_cli.integrations.hugging_face.packing import replaced_packing
 from fcp_cli.integrations.hugging_face.row_sizes import LoadedLengths, config_text
@@ -111,8 +111,8 @@ def _concatenates(loader: Any) -> bool:
     return False
 
 
-def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
-    """Return the settings of a `transformers.Trainer` that is about to train."""
+def trainer_settings(trainer: Any, kind: str, *, in_order: bool) -> LoopSettings:
+    """Return the settings of a `transformers.Trainer` that is about to train, maybe on rows in the data's order."""
     args, has_limit = trainer.args, trainer.args.max_steps > 0
     return LoopSettings(
         loop=kind,
@@ -121,7 +121,7 @@ def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
         epochs=None if has_limit else args.num_train_epochs,
         max_steps=args.max_steps if has_limit else None,
         drops_last=args.dataloader_drop_last,
-        shuffle=not is_sequential(loader),
+        shuffle=not in_order,
         seed=args.seed if args.data_seed is None else args.data_seed,
         zero=fsdp_stage(trainer.accelerator),
         is_mixed=args.bf16 or args.fp16,
@@ -130,24 +130,11 @@ def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
     )
 
 
-def is_sequential(loader: Any) -> bool:
-    """Return whether a prepared loader visits rows in the order of the data."""
-    return isinstance(getattr(_own_batches(loader), "sampler", None), SequentialSampler)
-
-
-def _own_batches(loader: Any) -> Any:
-    """Unwrap the batch samplers that distribute batches over ranks: return the script's own."""
-    batches = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):
-        batches = batches.batch_sampler
-    return batches
-
-
 def is_shuffled(loader: Any) -> bool:
     """Return whether a loop's loader visits rows at random instead of in order; raise RunError if neither."""
     if not hasattr(loader.dataset, "__len__"):
         return True  # a stream, rejected elsewhere with its own message
-    batches = _own_batches(loader)
+    batches = own_batches_of(loader)
     sampler: Any = getattr(batches, "sampler", None)
     if type(sampler) is DistributedSampler:  # Lightning's subclass wraps a sampler of another kind
         return bool(sampler.shuffle)

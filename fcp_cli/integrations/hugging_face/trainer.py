@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import (
     WatchedMethods,
-    check_order,
+    check_one_data_set,
     check_schedule,
     check_trainer,
     check_trl,
@@ -32,6 +32,7 @@ from fcp_cli.integrations.hugging_face.checks import (
     loss_function_of,
     loss_kind,
     rows_per_pass,
+    visits_in_order,
 )
 from fcp_cli.integrations.hugging_face.data import CollatedRows, PlanSampler
 from fcp_cli.integrations.hugging_face.job_facts import facts_of, rows_of, start_session, trainer_settings
@@ -62,13 +63,14 @@ class TrainerFollower:
 
     def __init__(self, trainer: Any, plan: Path | None = None) -> None:
         check_trainer(trainer)
+        check_one_data_set(trainer)
         self._trainer = trainer
         model, kind = base_model(trainer.model), loss_kind(trainer)
         loader = trainer.get_train_dataloader()  # its data set, collator and number of workers are used
-        device, pairs = trainer.args.device, kind == "DPOTrainer"
+        device, pairs, in_order = trainer.args.device, kind == "DPOTrainer", visits_in_order(trainer, loader)
         self.session = start_session(
             loader,
-            lambda: facts_of(trainer_settings(trainer, kind, loader), loader, trainer.model, device),
+            lambda: facts_of(trainer_settings(trainer, kind, in_order=in_order), loader, trainer.model, device),
             device=device,
             pairs=pairs,
             plan=plan,
@@ -76,8 +78,7 @@ class TrainerFollower:
         )
         metadata = self.session.metadata
         self._rows = rows_of(self.session, loader, pairs=pairs, config=model.config)
-        check_schedule(trainer, metadata, self.session.plan, self._rows.lengths)
-        check_order(trainer, loader, metadata)
+        check_schedule(trainer, metadata, self.session.plan, self._rows.lengths, in_order=in_order)
         reference = getattr(trainer, "ref_model", None)
         models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
         self._base = model
@@ -91,10 +92,13 @@ class TrainerFollower:
     def loader(self) -> DataLoader[int]:
         """Return a replacement for the script's loader, with as many batches as the trainer accumulates in an epoch."""
         metadata = self.session.metadata
-        updates = metadata.steps_per_epoch * self._trainer.args.gradient_accumulation_steps
+        args = self._trainer.args
+        updates = metadata.steps_per_epoch * args.gradient_accumulation_steps
+        # Without tokens, a step of the script's own fails at once; transformers warns when it has none to count.
+        empty = {} if getattr(args, "include_num_input_tokens_seen", "no") in ("no", False) else _inputs_of(0)
         # The trainer only counts rows and batches; the session fetches their contents.
         rows: Any = range(metadata.manifest.rows)
-        return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=lambda _: {})
+        return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=lambda _: dict(empty))
 
     def run(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Run a plan step at the last accumulated batch before an optimizer step; do nothing at the others.
@@ -166,15 +170,23 @@ class TrainerFollower:
             print(
                 f"fcp: following {self.session.plan} ({known}) from step {first_step} of "
                 f"{metadata.end_step}, {metadata.num_ranks} ranks, sync {metadata.sync}; {type(trainer).__name__}, "
-                f"rows in the plan's order{_RANDOM if metadata.shuffle else ''}",
+                f"rows in the plan's order{_RANDOM if metadata.shuffle else ''}; tokens and total_flos count no "
+                "padding",
                 file=sys.stderr,
                 flush=True,
             )
 
     def _count_tokens(self, inputs: dict[str, Any], step: Step) -> None:
         """Give the trainer placeholder inputs of this rank's size, from which it counts tokens and FLOPs."""
-        tokens = torch.zeros(1, dtype=torch.int64, device=self.session.device).expand(1, step.local_tokens)
-        inputs.update(input_ids=tokens, attention_mask=(tokens + 1)[:, :1].expand_as(tokens))
+        inputs.update(_inputs_of(step.local_tokens, self.session.device))
+
+
+def _inputs_of(tokens: int, device: torch.device | None = None) -> dict[str, Tensor]:
+    """Return placeholder inputs [1, tokens], which take no memory."""
+    return {
+        name: torch.full((1, 1), value, dtype=torch.int64, device=device).expand(1, tokens)
+        for name, value in (("input_ids", 0), ("attention_mask", 1))
+    }
 
 
 def _planned_loss(
