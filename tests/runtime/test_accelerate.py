@@ -50,3 +50,10 @@ def test_what_cannot_be_followed_is_refused_on_every_rank_in_one_line(outcomes: 
 
 def test_a_loop_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(outcomes: Outcomes) -> None:
     require_repeatable("unplanned-loop.parquet", outcomes, "loop")
+
+
+def test_one_line_says_that_a_micro_batchs_loss_is_a_share_and_where_the_mean_is(outcomes: Outcomes) -> None:
+    said = [
+        outcomes("planned", "loop")[rank]["said"].count("rank's share of the step's, exact for") for rank in range(2)
+    ]
+    assert said == [1, 0]
