@@ -40,13 +40,7 @@ from fcp_cli.launching.target_options import choose_target, cluster_machine, for
 from fcp_cli.models.model import known_model, load_model
 from fcp_cli.models.weights import find_weights, has_weights
 from fcp_cli.plan.file import read_proven
-from fcp_cli.plan.metadata import (
-    OTHER_BATCHES_VARIABLE,
-    OnlineOptions,
-    OnlineSettings,
-    PlanMetadata,
-    PlanningWish,
-)
+from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE, OnlineOptions, OnlineSettings, PlanMetadata, PlanningWish
 from fcp_cli.plan.replan_command import plan_again
 from fcp_cli.runs.checkpoints import checkpoints
 from fcp_cli.runs.run_dir import RunPaths, followed_plan, latest_run_dir, next_run_dir, read_launch

@@ -767,7 +767,7 @@ class JobFacts:
             pads instead of packing.
         groups_by_length: whether the loop without a plan sorts rows by length, in blocks of 50 batches.
         concatenates: whether its collator joins the rows of a batch to one row instead of padding them.
-        masks_all_pairs: whether its attention computes all pairs of tokens of a joined row, of which a mask hides most.
+        masks_all_pairs: whether its attention then computes all pairs of tokens of that row.
         epochs: passes over the data; None if only the loop knows when it ends.
         steps: optimizer steps to train; None: until the epochs end.
         recipe: settings of a `RecipeRequest`.

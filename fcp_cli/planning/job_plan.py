@@ -221,9 +221,17 @@ class JobPlanner:
         self._shown.append(step)
         foreseen = self._batches.steps_per_epoch if self._job.epochs is None else len(self._batches)
         if step.step + 1 == min(_SHOWN_STEPS, foreseen):
-            _say(f"{_decided(self._job, self._batches, self._shown)} ({self._times})")
-            if gain := _gain_of_another_recipe(self._inputs):
-                _say(gain)
+            mean = float(np.mean([step.makespan_seconds for step in self._shown]))
+            gain = comparison(self._job, self._batches, mean, [step.step for step in self._shown])
+            profile, number = self._batches.problem.profile, len(self._shown)
+            _say(
+                f"{duration(mean)} a step predicted for the first {number}{gain}; times of {profile.model} on "
+                f"{profile.cluster} ({self._times})"
+            )
+            if self._measures:  # the times are computed, and no measure of how long the job takes
+                write_text_atomically(self._path.with_name("gain.txt"), gain.removeprefix(", "))
+            if advice := _gain_of_another_recipe(self._inputs):
+                _say(advice)
 
 
 def _gain_of_another_recipe(inputs: PlanInputs) -> str:
@@ -330,16 +338,6 @@ def _found(job: JobFacts, table: LengthTable, batches: GlobalBatches) -> str:
     )
 
 
-def _decided(job: JobFacts, batches: GlobalBatches, steps: list[StepPlan]) -> str:
-    profile = batches.problem.profile
-    mean = float(np.mean([step.makespan_seconds for step in steps]))
-    compared = comparison(job, batches, mean, [step.step for step in steps])
-    return (
-        f"{duration(mean)} a step predicted for the first {len(steps)}{compared}; times of {profile.model} on "
-        f"{profile.cluster}"
-    )
-
-
 def _say(line: str) -> None:
     print(f"fcp: {line}", file=sys.stderr, flush=True)
 
@@ -362,25 +360,21 @@ def comparison(job: JobFacts, batches: GlobalBatches, planned: float, steps: Seq
     """
     if job.loop == "DPOTrainer":
         return ""
+    squares = ", with attention over all pairs of a batch's tokens" if job.masks_all_pairs else ""
     if job.packs_to is None:
         own = own_seconds(batches, job, steps)
         kind = "padding-free" if job.concatenates else "padded"
         grouped = ", rows grouped by length" if job.groups_by_length else ""
-        of_script = f"the script's own {kind} batches ({duration(own)}{_squares(job)}{grouped})"
+        of_script = f"the script's own {kind} batches ({duration(own)}{squares}{grouped})"
     else:
         own, sequences = packed_step(batches, job)
         own *= job.global_batch_size / sequences
-        of_script = f"the script's own packing ({duration(own)} for as many sequences{_squares(job)})"
+        of_script = f"the script's own packing ({duration(own)} for as many sequences{squares})"
     if planned < own * (1 - _AS_GOOD):
         return f", {1 - planned / own:.0%} less than {of_script}"
     if planned <= own * (1 + _AS_GOOD):
         return f", as long as {of_script}: a plan gains nothing here"
     return f", {planned / own - 1:.0%} more than {of_script}: start the script without fcp"
-
-
-def _squares(job: JobFacts) -> str:
-    is_square = job.concatenates and job.masks_all_pairs
-    return ", with attention over all pairs of a batch's tokens" if is_square else ""
 
 
 def own_seconds(batches: GlobalBatches, job: JobFacts, steps: Sequence[int]) -> float:
@@ -436,7 +430,7 @@ def _priced(batches: GlobalBatches, job: JobFacts, packs: Sequence[IntArray]) ->
     problem = batches.problem
     batch = batch_of(batches.table.take(np.concatenate(packs)), problem)
     ends = np.cumsum([0, *map(len, packs)])
-    if job.concatenates and job.masks_all_pairs:
+    if job.masks_all_pairs:
         batch = replace(batch, work=_of_all_pairs(batch.work, ends[: -1 : job.rows_per_pass], problem))
     drafts = []
     for turn, first in enumerate(range(0, len(packs), job.rows_per_pass)):

@@ -71,29 +71,21 @@ def check_trainer(trainer: Any) -> None:
     refuse(_override_refusals(trainer), _settings_refusals(trainer), _model_refusals(trainer), _trl_refusals(trainer))
 
 
-_untrained: Final[WeakSet[Any]] = WeakSet()
-
-
-def note_trainer(trainer: Any) -> None:
-    """Remember a trainer that a script has created, until it trains."""
-    _untrained.add(trainer)
+UNTRAINED: Final[WeakSet[Any]] = WeakSet()
+"""Trainers that the script has created and not trained yet."""
 
 
 def check_one_data_set(trainer: Any) -> None:
     """Raise RunError if a trainer that the script trains later has another number of rows than the one that begins."""
-    _untrained.discard(trainer)
-    rows = _rows(trainer)
-    others = {_rows(other) for other in _untrained} - {rows, None}
-    if rows is not None and others:
-        raise RunError(
-            f"the script has a second trainer with other training data ({others.pop()} rows, {rows} in the first), and "
-            "a job follows one plan; train each in a job of its own"
-        )
-
-
-def _rows(trainer: Any) -> int | None:
-    data = getattr(trainer, "train_dataset", None)
-    return len(data) if hasattr(data, "__len__") else None
+    UNTRAINED.discard(trainer)
+    data = (getattr(one, "train_dataset", None) for one in (trainer, *UNTRAINED))
+    first, *others = (len(rows) if hasattr(rows, "__len__") else None for rows in data)
+    for other in filter(None, others):
+        if first is not None and other != first:
+            raise RunError(
+                f"the script has a second trainer with other training data ({other} rows, {first} in the first), and a "
+                "job follows one plan; train each in a job of its own"
+            )
 
 
 def loss_class(trainer: Any) -> Any:
@@ -146,7 +138,7 @@ def _settings_refusals(trainer: Any) -> Refusals:
         f"the script draws its rows by {sampling_strategy(args)}, but a plan balances the ranks itself; remove it",
     )
     yield (
-        sampling_strategy(args) == "group_by_length" and not _accepts_other_batches(),
+        sampling_strategy(args) == "group_by_length" and OTHER_BATCHES_VARIABLE not in os.environ,
         "the script puts rows of similar length into a step (group_by_length), but a plan's steps have random rows, "
         f"which is another training; remove the setting (a plan balances the ranks itself), or {_ACCEPT}",
     )
@@ -241,11 +233,7 @@ def rows_per_pass(trainer: Any) -> int:
 def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any, lengths: IntArray, *, in_order: bool) -> None:
     """Check that the trainer's global batch size and steps are the plan's, since its schedules and logs count them.
 
-    Args:
-        trainer: the script's trainer.
-        metadata, plan: metadata of the plan and its file.
-        lengths: [rows] tokens of the manifest's rows; 0: not planned.
-        in_order: whether the script visits rows in the data's order.
+    `lengths` are the tokens [rows] of the manifest's rows, 0 if not planned; `in_order` is of `visits_in_order`.
     """
     args = trainer.args
     spread = "with split_batches" if trainer.accelerator.split_batches else f"x {args.world_size} ranks"
@@ -264,46 +252,31 @@ def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any, lengths: Int
     asked = f"max_steps {args.max_steps}" if args.max_steps > 0 else f"num_train_epochs {args.num_train_epochs}"
     check_steps(metadata, plan, wanted, asked)
     keeps_last = metadata.last_batch == "keep" and metadata.planned_rows % metadata.global_batch_size > 0
+    if args.dataloader_drop_last and keeps_last:
+        raise RunError(
+            "the script drops an epoch's last, partial batch (dataloader_drop_last), but the plan keeps it; plan with "
+            "'fcp plan --last-batch drop'"
+        )
     if in_order and metadata.shuffle:
         by = _order_overrides(trainer) or "the script"
         raise RunError(
             f"{by} visits the rows in the data's order, but the plan shuffles them; plan with 'fcp plan --no-shuffle'"
         )
-    refuse(
-        (
-            (
-                args.dataloader_drop_last and keeps_last,
-                "the script drops an epoch's last, partial batch (dataloader_drop_last), but the plan keeps it; plan "
-                "with 'fcp plan --last-batch drop'",
-            ),
-        )
-    )
 
 
 def _check_updates(
     metadata: PlanMetadata, packing: ReplacedPacking, lengths: IntArray, rows: int, batches: int
 ) -> None:
-    """Raise RunError if a plan makes another number of updates than the packing that it replaces, unless accepted.
-
-    Args:
-        metadata: metadata of the plan.
-        packing: the script's packing.
-        lengths: [rows] tokens of the manifest's rows; 0: not planned.
-        rows, batches: packed rows of a batch, and batches of an update on all ranks.
-    """
+    """Raise RunError if a plan makes other updates than the packing, of `batches` of `rows` each, unless accepted."""
     lengths = lengths[lengths > 0]
     own, found = math.ceil(packing.packed_rows(lengths) / (rows * batches)), metadata.steps_per_epoch
-    if abs(found - own) > _SAME_UPDATES * own and not _accepts_other_batches():
+    if abs(found - own) > _SAME_UPDATES * own and OTHER_BATCHES_VARIABLE not in os.environ:
         raise RunError(
             f"{packing.setting} makes {counted(own, 'update')} an epoch, of {len(lengths) / own:,.0f} sequences each; "
             f"a plan packs itself, and its batches count sequences: {found} of {metadata.global_batch_size}, which is "
             f"another training; turn packing off and give batches of {max(1, round(len(lengths) / own / batches))} "
             f"rows a rank for as many updates, or {_ACCEPT}"
         )
-
-
-def _accepts_other_batches() -> bool:
-    return bool(os.environ.get(OTHER_BATCHES_VARIABLE))
 
 
 def check_global_batch(metadata: PlanMetadata, batch: int, made_of: str) -> None:

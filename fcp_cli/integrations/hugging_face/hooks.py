@@ -65,9 +65,9 @@ def hook_trainer(trainer: ModuleType) -> None:
 
     @wraps(make_accelerator)
     def create_accelerator_and_postprocess(self: Any) -> None:
-        from fcp_cli.integrations.hugging_face.checks import note_trainer  # imports torch
+        from fcp_cli.integrations.hugging_face.checks import UNTRAINED  # imports torch
 
-        note_trainer(self)
+        UNTRAINED.add(self)
         make_accelerator(self)
         setattr(self.accelerator, OF_TRAINER, True)
 

@@ -81,6 +81,7 @@ def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.devi
     limits = (None if settings.epochs is None else math.ceil(settings.epochs * per_epoch), settings.max_steps)
     wanted = min((one for one in limits if one is not None), default=None)
     packing = replaced_packing()
+    joins = _concatenates(loader) if packing is None else packing.joins
     return JobFacts(
         loop=settings.loop,
         device=device.type,  # type: ignore[arg-type]  # a supported device type
@@ -98,8 +99,8 @@ def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.devi
         config=_config(model),
         packs_to=None if packing is None else packing.tokens,
         groups_by_length=settings.groups_by_length,
-        concatenates=_concatenates(loader) if packing is None else packing.joins,
-        masks_all_pairs=model.config.get_text_config()._attn_implementation in ("sdpa", "eager"),
+        concatenates=joins,
+        masks_all_pairs=joins and model.config.get_text_config()._attn_implementation in ("sdpa", "eager"),
     )
 
 

@@ -94,8 +94,9 @@ class TrainerFollower:
         metadata = self.session.metadata
         args = self._trainer.args
         updates = metadata.steps_per_epoch * args.gradient_accumulation_steps
-        # Without tokens, a step of the script's own fails at once; transformers warns when it has none to count.
-        empty = {} if getattr(args, "include_num_input_tokens_seen", "no") in ("no", False) else _inputs_of(0)
+        # transformers warns if it has no tokens to count; a step of the script's own must fail on a batch without them.
+        counts = getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False)
+        empty = dict.fromkeys(("input_ids", "attention_mask"), torch.zeros((1, 0), dtype=torch.int64)) if counts else {}
         # The trainer only counts rows and batches; the session fetches their contents.
         rows: Any = range(metadata.manifest.rows)
         return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=lambda _: dict(empty))
@@ -178,15 +179,8 @@ class TrainerFollower:
 
     def _count_tokens(self, inputs: dict[str, Any], step: Step) -> None:
         """Give the trainer placeholder inputs of this rank's size, from which it counts tokens and FLOPs."""
-        inputs.update(_inputs_of(step.local_tokens, self.session.device))
-
-
-def _inputs_of(tokens: int, device: torch.device | None = None) -> dict[str, Tensor]:
-    """Return placeholder inputs [1, tokens], which take no memory."""
-    return {
-        name: torch.full((1, 1), value, dtype=torch.int64, device=device).expand(1, tokens)
-        for name, value in (("input_ids", 0), ("attention_mask", 1))
-    }
+        tokens = torch.zeros(1, dtype=torch.int64, device=self.session.device).expand(1, step.local_tokens)
+        inputs.update(input_ids=tokens, attention_mask=(tokens + 1)[:, :1].expand_as(tokens))
 
 
 def _planned_loss(
