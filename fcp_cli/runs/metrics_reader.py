@@ -415,7 +415,7 @@ class RunSummary:
         return seconds / planned if number and planned else None
 
     def line(self, *, is_measured: bool = True) -> str:
-        """Format steps, loss, tokens, time, and mean step times: measured, and planned unless the profile is computed."""
+        """Format steps, loss, tokens, time and the mean step time, beside the planned one if that was measured."""
         if self.first is None or self.last is None:
             return "no step was measured"
         parts = [f"steps {' and '.join(f'{first} to {last}' for first, last in self._spans)}"]

@@ -120,7 +120,7 @@ def test_rows_grouped_by_length_are_followed_by_random_ones_if_that_was_accepted
     [
         (
             OwnKind,
-            "OwnKind computes its own loss (compute_loss), which a plan would skip: a rank has only a part of each",
+            "OwnKind computes a loss that has no planned form: a rank has only a part of each sequence; a plan follows Trainer, SFT",
         ),
         (BehindThePlan, "stands behind FollowsPlan, which runs steps in its place; derive FollowsPlan's class from"),
     ],

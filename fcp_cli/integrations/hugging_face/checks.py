@@ -78,7 +78,7 @@ UNTRAINED: Final[WeakSet[Any]] = WeakSet()
 def check_one_data_set(trainer: Any) -> None:
     """Raise RunError if a trainer that the script trains later has another number of rows than the one that begins."""
     UNTRAINED.discard(trainer)
-    data = (getattr(one, "train_dataset", None) for one in (trainer, *UNTRAINED))
+    data: Any = [getattr(one, "train_dataset", None) for one in (trainer, *UNTRAINED)]
     first, *others = (len(rows) if hasattr(rows, "__len__") else None for rows in data)
     for other in filter(None, others):
         if first is not None and other != first:
@@ -109,8 +109,8 @@ def _override_refusals(trainer: Any) -> Refusals:
     owner = owner_of(trainer, "compute_loss")
     yield (
         find_override(trainer, "compute_loss") is None and owner is not loss_class(trainer),
-        f"{owner.__name__} computes its own loss (compute_loss), which a plan would skip: a rank has only a part of "
-        f"each sequence; remove it, or {OWN_LOOP}",
+        f"{owner.__name__} computes a loss that has no planned form: a rank has only a part of each sequence; a plan "
+        f"follows {', '.join(LOSSES.values())}, and rollouts as in docs/how-to/rl.md",
     )
     step = find_override(trainer, "training_step")
     yield (
@@ -122,7 +122,7 @@ def _override_refusals(trainer: Any) -> Refusals:
 
 def _settings_refusals(trainer: Any) -> Refusals:
     args, accelerator = trainer.args, trainer.accelerator
-    has_function = trainer.compute_loss_func is not None
+    has_function, strategy = trainer.compute_loss_func is not None, args.train_sampling_strategy
     yield (
         has_function and loss_kind(trainer) != "Trainer",
         f"{loss_kind(trainer)} has a compute_loss_func, which a plan would skip: a rank has only a part of each "
@@ -134,11 +134,11 @@ def _settings_refusals(trainer: Any) -> Refusals:
         "remove it",
     )
     yield (
-        sampling_strategy(args) not in ("random", "sequential", "group_by_length"),
-        f"the script draws its rows by {sampling_strategy(args)}, but a plan balances the ranks itself; remove it",
+        strategy not in ("random", "sequential", "group_by_length"),
+        f"the script draws its rows by {strategy}, but a plan balances the ranks itself; remove it",
     )
     yield (
-        sampling_strategy(args) == "group_by_length" and OTHER_BATCHES_VARIABLE not in os.environ,
+        strategy == "group_by_length" and OTHER_BATCHES_VARIABLE not in os.environ,
         "the script puts rows of similar length into a step (group_by_length), but a plan's steps have random rows, "
         f"which is another training; remove the setting (a plan balances the ranks itself), or {_ACCEPT}",
     )
@@ -168,11 +168,12 @@ def _settings_refusals(trainer: Any) -> Refusals:
 
 def _model_refusals(trainer: Any) -> Refusals:
     model, config = trainer.model, getattr(trainer.model, "config", None)
+    kind = type(getattr(model, "get_base_model", lambda: model)()).__name__  # inside adapters
     has_head = getattr(model, "get_output_embeddings", lambda: True)() is not None
     yield (
-        not has_head or bool(getattr(config, "is_encoder_decoder", False)),
-        f"{type(model).__name__} is not a decoder language model, whose tokens a plan splits over ranks and whose loss "
-        "is a mean over tokens; start the script without fcp",
+        not has_head or bool(getattr(config, "is_encoder_decoder", False)) or kind.endswith("ForMaskedLM"),
+        f"{kind} is not a decoder language model, whose tokens a plan splits over ranks and whose loss is a mean over "
+        "tokens; start the script without fcp",
     )
     text = getattr(config, "get_text_config", lambda: config)()
     yield (
@@ -216,12 +217,6 @@ def _trl_refusals(trainer: Any) -> Refusals:
         f"the loss {', '.join(kinds)} compares pairs of one micro-batch with each other, which the plan chooses; use "
         "another loss_type",
     )
-
-
-def sampling_strategy(args: Any) -> str:
-    """Return the order in which a trainer draws its rows: random, sequential, group_by_length or another."""
-    groups_by_length = getattr(args, "group_by_length", False)  # transformers 4
-    return str(getattr(args, "train_sampling_strategy", "group_by_length" if groups_by_length else "random"))
 
 
 def rows_per_pass(trainer: Any) -> int:

@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from fcp_cli.cost.recipe import Lora
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.checks import own_batches_of, rows_per_pass, sampling_strategy
+from fcp_cli.integrations.hugging_face.checks import own_batches_of, rows_per_pass
 from fcp_cli.integrations.hugging_face.data import CollatedRows
 from fcp_cli.integrations.hugging_face.packing import replaced_packing
 from fcp_cli.integrations.hugging_face.row_sizes import LoadedLengths, config_text
@@ -127,7 +127,7 @@ def trainer_settings(trainer: Any, kind: str, *, in_order: bool) -> LoopSettings
         zero=fsdp_stage(trainer.accelerator),
         is_mixed=args.bf16 or args.fp16,
         recomputes=args.gradient_checkpointing,
-        groups_by_length=sampling_strategy(args) == "group_by_length",
+        groups_by_length=args.train_sampling_strategy == "group_by_length",
     )
 
 

@@ -59,13 +59,7 @@ def unpack_axolotl(config: ModuleType) -> None:
 
 
 class ReplacedPacking(NamedTuple):
-    """A disabled packing.
-
-    Attributes:
-        setting: its setting, for messages.
-        tokens: tokens of a packed row; 0: of the longest sequence.
-        joins: whether the packed rows of a batch are joined to one row.
-    """
+    """A disabled packing: its setting, tokens of a packed row (0: of the longest sequence), if a batch is one row."""
 
     setting: str
     tokens: int

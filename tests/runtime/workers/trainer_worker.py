@@ -173,10 +173,8 @@ def split(folder: Path, **config: bool) -> dict[str, Any]:
 
 
 def classify(folder: Path) -> dict[str, Any]:
-    from transformers import Qwen3ForSequenceClassification
-
-    own = hugging_face("qwen3", torch.float32).config
-    return train(folder, model=Qwen3ForSequenceClassification(own))
+    kind: Any = transformers.Qwen3ForSequenceClassification
+    return train(folder, model=kind(hugging_face("qwen3", torch.float32).config))
 
 
 def two_trainers(folder: Path) -> dict[str, Any]:
