@@ -74,6 +74,8 @@ def _refuse_unused(options: LaunchRequest) -> None:
     if options.inject == "env" and (options.explain or options.preflight):
         flag = "--explain" if options.explain else "--preflight"
         raise UsageError(f"{flag} is for jobs that fcp starts; --inject env sets variables, which --dry-run shows")
+    if not options.program and options.accept_other_batches:
+        raise UsageError("--accept-other-batches is for a script of your own, given after --")
     given = [*options.training, *(name for name in ("manifest", "synthetic", "resume") if getattr(options, name))]
     if options.program and given:
         flag = given[0].replace("_", "-")

@@ -28,6 +28,7 @@ from fcp_cli.launching.job import (
 )
 from fcp_cli.launching.program import through_entry, without_entry
 from fcp_cli.launching.request import LOCAL
+from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE
 from fcp_cli.runs.run_dir import LaunchRecord, RunPaths, from_here, has_followed
 from fcp_cli.util.processes import ALONE, meeting_options, torchrun_argv
 
@@ -232,6 +233,8 @@ def again_command(job: Job) -> str:
     if job.planning is not None and plan == ranks:  # plan the rest with the same options
         asked = {"--model": job.planning.model, "--profile": job.planning.profile}
         words += [word for flag, value in asked.items() if value is not None for word in (flag, value)]
+    if OTHER_BATCHES_VARIABLE in job.environment:
+        words.append("--accept-other-batches")
     program = without_entry([*job.program, *job.arguments])
     return shlex.join(["fcp", "launch", *words, "--run-dir", str(run_dir), "--", *program])
 

@@ -25,7 +25,7 @@ from fcp_cli.launching.job import (
     argument,
     unmade_plan,
 )
-from fcp_cli.plan.metadata import Sync
+from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE, Sync
 from fcp_cli.util.machine import LocalDevices
 
 if TYPE_CHECKING:
@@ -288,6 +288,7 @@ _OWN = {
     RUN_DIR_VARIABLE: ("where everything of the run goes", "--run-dir, or a new one"),
     ONLINE_VARIABLE: ("the planning settings of your script's stream", "--online"),
     MODEL_VARIABLE: ("the model, for your script", "--model"),
+    OTHER_BATCHES_VARIABLE: ("your script may train on other batches than its own", "--accept-other-batches"),
 }
 
 

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -231,8 +232,13 @@ class FailedRank:
 
     @property
     def raised(self) -> str:
-        """Last line of its traceback (exception and message), else ""."""
-        return next((line.strip() for line in reversed(self.words) if _RAISED.match(line)), "")
+        """Last exception of its output with the first line of its message, else ""."""
+        for at in reversed(range(len(self.words))):
+            if _RAISED.match(self.words[at]):
+                said = self.words[at].strip()
+                # Some libraries begin their messages with a line break.
+                return " ".join((said, *islice(filter(None, map(str.strip, self.words[at + 1 :])), said[-1:] == ":")))
+        return ""
 
     @property
     def is_victim(self) -> bool:

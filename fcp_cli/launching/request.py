@@ -149,6 +149,9 @@ class LaunchRequest:
         Inject | None,
         Opt("How your script is made to follow the plan.", unset="entry", group="A script of your own"),
     ] = None
+    accept_other_batches: Annotated[
+        bool, Opt("Train on the plan's batches even if the script packs rows or groups them by length.")
+    ] = False
     online: Annotated[
         bool, Opt("Plan the stream of your script while it trains.", common=True, group="Plan while it trains")
     ] = False

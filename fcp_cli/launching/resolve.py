@@ -40,7 +40,7 @@ from fcp_cli.launching.target_options import choose_target, cluster_machine, for
 from fcp_cli.models.model import known_model, load_model
 from fcp_cli.models.weights import find_weights, has_weights
 from fcp_cli.plan.file import read_proven
-from fcp_cli.plan.metadata import OnlineOptions, OnlineSettings, PlanMetadata, PlanningWish
+from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE, OnlineOptions, OnlineSettings, PlanMetadata, PlanningWish
 from fcp_cli.plan.replan_command import plan_again
 from fcp_cli.runs.checkpoints import checkpoints
 from fcp_cli.runs.run_dir import RunPaths, followed_plan, latest_run_dir, next_run_dir, read_launch
@@ -168,7 +168,7 @@ def resolve(
         settings=settings,
         model=request.model if settings is None else settings.model,
         needs_torch=needs_torch,
-        environment={MODEL_VARIABLE: request.model} if settings is None and request.model is not None else {},
+        environment={} if settings is not None else _for_script(request),
         hosts=hosts,
         master_addr=request.master_addr or (hosts[0] if hosts else ADDRESS_TO_FILL_IN),
         master_port=free_ports(request.master_port, count=2) if needs_ports else request.master_port,
@@ -203,7 +203,13 @@ def resolve_own_command(request: LaunchRequest) -> dict[str, str]:
     check_ranks(plan, metadata, request.ranks, request.model)
     run_dir = request.run_dir or next_run_dir(Path(request.program[0]).stem)
     probe = probe_variable(run_dir=run_dir, plan_hash=metadata.plan_hash, given=os.environ)
-    return hooked_environment(plan=plan, run_dir=run_dir, probe=probe)
+    return {**hooked_environment(plan=plan, run_dir=run_dir, probe=probe), **_for_script(replace(request, model=None))}
+
+
+def _for_script(request: LaunchRequest) -> dict[str, str]:
+    """Return the variables that options set for a script."""
+    asked = {MODEL_VARIABLE: request.model, OTHER_BATCHES_VARIABLE: "1" if request.accept_other_batches else None}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _require_model(request: LaunchRequest, target: str) -> None:

@@ -735,6 +735,8 @@ def refitted(profile: CostProfile, refit: ScheduledRefit | None) -> CostProfile:
 
 PLANNING_VARIABLE: Final = "FCP_PLANNING"
 """Names the file of a `PlanningWish` in a job without a plan, which its training loop has made at FCP_PLAN."""
+OTHER_BATCHES_VARIABLE: Final = "FCP_ACCEPT_OTHER_BATCHES"
+"""Set if a script may train on other batches than its own (packing, rows grouped by length)."""
 PLANNED_BY_ITSELF: Final = (
     "transformers' Trainer, TRL's SFTTrainer and DPOTrainer, Lightning's Trainer, and loops around accelerate and "
     "DeepSpeed's engines"
@@ -766,6 +768,9 @@ class JobFacts:
         global_batch_size: rows of an optimizer step, over all ranks.
         packs_to: pack length in tokens of the loop without a plan; 0 if it is the longest sequence, None if the loop
             pads instead of packing.
+        groups_by_length: whether the loop without a plan sorts rows by length, in blocks of 50 batches.
+        concatenates: whether its collator joins the rows of a batch to one row instead of padding them.
+        masks_all_pairs: whether its attention then computes all pairs of tokens of that row.
         epochs: passes over the data; None if only the loop knows when it ends.
         steps: optimizer steps to train; None: until the epochs end.
         recipe: settings of a `RecipeRequest`.
@@ -787,6 +792,9 @@ class JobFacts:
     recipe: Mapping[str, Any]
     config: Mapping[str, Any]
     packs_to: NonNegativeCount | None = None
+    groups_by_length: bool = False
+    concatenates: bool = False
+    masks_all_pairs: bool = False
 
 
 def is_launched_without_plan() -> bool:

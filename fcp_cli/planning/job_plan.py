@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
+from fcp_cli.cost.model import Work, causal_work
 from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.cost.recipe import RecipeRequest
 from fcp_cli.errors import PlanError, ProfileError
@@ -38,7 +39,7 @@ from fcp_cli.planning.journal import PlanJournal, is_begun
 from fcp_cli.planning.make_plan import kept_steps, plan_metadata, plan_step
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.padded import Padded
-from fcp_cli.planning.problem import problem_of
+from fcp_cli.planning.problem import Problem, problem_of
 from fcp_cli.planning.refitting import Refitter
 from fcp_cli.planning.settings import PlanInputs, resolve, split_attention
 from fcp_cli.planning.solvers import make_solver
@@ -220,9 +221,17 @@ class JobPlanner:
         self._shown.append(step)
         foreseen = self._batches.steps_per_epoch if self._job.epochs is None else len(self._batches)
         if step.step + 1 == min(_SHOWN_STEPS, foreseen):
-            _say(f"{_decided(self._job, self._batches, self._shown)} ({self._times})")
-            if gain := _gain_of_another_recipe(self._inputs):
-                _say(gain)
+            mean = float(np.mean([step.makespan_seconds for step in self._shown]))
+            gain = comparison(self._job, self._batches, mean, [step.step for step in self._shown])
+            profile, number = self._batches.problem.profile, len(self._shown)
+            _say(
+                f"{duration(mean)} a step predicted for the first {number}{gain}; times of {profile.model} on "
+                f"{profile.cluster} ({self._times})"
+            )
+            if self._measures:  # the times are computed, and no measure of how long the job takes
+                write_text_atomically(self._path.with_name("gain.txt"), gain.removeprefix(", "))
+            if advice := _gain_of_another_recipe(self._inputs):
+                _say(advice)
 
 
 def _gain_of_another_recipe(inputs: PlanInputs) -> str:
@@ -329,16 +338,6 @@ def _found(job: JobFacts, table: LengthTable, batches: GlobalBatches) -> str:
     )
 
 
-def _decided(job: JobFacts, batches: GlobalBatches, steps: list[StepPlan]) -> str:
-    profile = batches.problem.profile
-    mean = float(np.mean([step.makespan_seconds for step in steps]))
-    compared = comparison(job, batches, mean, [step.step for step in steps])
-    return (
-        f"{duration(mean)} a step predicted for the first {len(steps)}{compared}; times of {profile.model} on "
-        f"{profile.cluster}"
-    )
-
-
 def _say(line: str) -> None:
     print(f"fcp: {line}", file=sys.stderr, flush=True)
 
@@ -361,34 +360,49 @@ def comparison(job: JobFacts, batches: GlobalBatches, planned: float, steps: Seq
     """
     if job.loop == "DPOTrainer":
         return ""
-    advice = ""
+    squares = ", with attention over the joined row" if job.masks_all_pairs else ""
     if job.packs_to is None:
-        own = padded_seconds(batches, job, steps)
-        of_script = f"the script's own padded batches ({duration(own)})"
+        own = own_seconds(batches, job, steps)
+        kind = "padding-free" if job.concatenates else "padded"
+        grouped = ", rows grouped by length" if job.groups_by_length else ""
+        of_script = f"the script's own {kind} batches ({duration(own)}{squares}{grouped})"
     else:
         own, sequences = packed_step(batches, job)
         own *= job.global_batch_size / sequences
-        of_script = f"the script's own packing ({duration(own)} for as many sequences)"
-        rows = round(sequences * job.rows_per_pass / job.global_batch_size)
-        if rows > job.rows_per_pass:
-            advice = (
-                f"; its steps had {sequences:,.0f} sequences: turn packing off and give batches of {rows} rows a rank "
-                "for as many"
-            )
+        of_script = f"the script's own packing ({duration(own)} for as many sequences{squares})"
     if planned < own * (1 - _AS_GOOD):
-        return f", {1 - planned / own:.0%} less than {of_script}{advice}"
+        return f", {1 - planned / own:.0%} less than {of_script}"
     if planned <= own * (1 + _AS_GOOD):
-        return f", as long as {of_script}{advice or ': a plan gains nothing here'}"
-    return f", {planned / own - 1:.0%} more than {of_script}{advice or ': start the script without fcp'}"
+        return f", as long as {of_script}: a plan gains nothing here"
+    return f", {planned / own - 1:.0%} more than {of_script}: start the script without fcp"
 
 
-def padded_seconds(batches: GlobalBatches, job: JobFacts, steps: Sequence[int]) -> float:
-    """Return the mean seconds of the steps without a plan: data parallel, batches padded to their longest sequence.
+def own_seconds(batches: GlobalBatches, job: JobFacts, steps: Sequence[int]) -> float:
+    """Return the mean seconds of a step without a plan: data parallel, rows padded to the longest or joined.
 
-    Rows are in the plan's order, which is as random as the script's. Batches are priced even if they do not fit.
+    Rows are in the plan's order, which is as random as the script's, unless it groups them by length. Batches are
+    priced even if they do not fit.
     """
-    loader = Padded(batches.problem, batches.table, degree=1, rows_per_pass=job.rows_per_pass)
-    return float(np.mean([loader.seconds(batches.batch(step)) for step in steps]))
+    if job.groups_by_length:
+        size, order = job.global_batch_size, _grouped_rows(batches, job)
+        drawn = [order[step * size :][:size] for step in spread_steps(max(1, len(order) // size), _PACKED_STEPS)]
+    else:
+        drawn = [batches.batch(step).rows for step in steps]
+    if job.concatenates:
+        return float(np.mean([_priced(batches, job, np.split(rows, len(rows)))[0] for rows in drawn]))
+    problem, table = batches.problem, batches.table
+    loader = Padded(problem, table, degree=1, rows_per_pass=job.rows_per_pass)
+    return float(np.mean([loader.seconds(batch_of(table.take(rows), problem, rows=rows)) for rows in drawn]))
+
+
+def _grouped_rows(batches: GlobalBatches, job: JobFacts) -> IntArray:
+    """Return all rows as transformers' LengthGroupedSampler draws them: longest first in blocks of some batches."""
+    rows = np.random.default_rng(0).permutation(batches.rows)
+    size = job.global_batch_size // job.ranks
+    block = size * max(1, min(len(rows) // (4 * size), 50))
+    lengths = batches.table.length_tokens
+    blocks = np.split(rows, range(block, len(rows), block))
+    return np.concatenate([one[np.argsort(-lengths[one], kind="stable")] for one in blocks])
 
 
 def packed_step(batches: GlobalBatches, job: JobFacts) -> tuple[float, float]:
@@ -416,8 +430,19 @@ def _priced(batches: GlobalBatches, job: JobFacts, packs: Sequence[IntArray]) ->
     problem = batches.problem
     batch = batch_of(batches.table.take(np.concatenate(packs)), problem)
     ends = np.cumsum([0, *map(len, packs)])
+    if job.masks_all_pairs:
+        batch = replace(batch, work=_of_all_pairs(batch.work, ends[: -1 : job.rows_per_pass], problem))
     drafts = []
     for turn, first in enumerate(range(0, len(packs), job.rows_per_pass)):
         last = min(first + job.rows_per_pass, len(packs))
         drafts.append(Draft([turn % problem.num_ranks], range(ends[first], ends[last])))
     return makespan_seconds(assignment_of(drafts, problem.sync), batch, problem), len(batch.rows)
+
+
+def _of_all_pairs(work: Work, starts: IntArray, problem: Problem) -> Work:
+    """Return the work of sequences joined to one row from each of `starts` on, whose attention is priced as one's."""
+    tokens = np.add.reduceat(work.tokens, starts)
+    # Under a mask SDPA skips nothing; measured on CPUs, that takes as long as causal attention over the whole row.
+    seconds = causal_work(tokens, problem.profile.coefficients).attention_seconds
+    row = np.repeat(np.arange(len(starts)), np.diff([*starts, len(work.tokens)]))
+    return replace(work, attention_seconds=work.tokens * (seconds / tokens)[row])

@@ -390,12 +390,16 @@ class RunSummary:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    _spans: list[list[int]] = field(default_factory=list)  # first and last number of steps in a row
     _paced: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # steps, seconds, planned; without warm-up
 
     def feed(self, record: MetricsRecord) -> None:
         if record["kind"] != "step":
             return
         ends: StepRecord = {**record, "ranks": []}  # large for thousands of ranks
+        if self.last is None or ends["step"] <= self.last["step"]:  # another trainer of the script, or a new start
+            self._spans.append([ends["step"] + 1, 0])
+        self._spans[-1][1] = ends["step"] + 1
         self.first, self.last = self.first or ends, ends
         self.steps += 1
         self.tokens += record["tokens"]
@@ -410,11 +414,11 @@ class RunSummary:
         number, seconds, planned = self._paced
         return seconds / planned if number and planned else None
 
-    def line(self) -> str:
-        """Format steps, loss, tokens, time, and the mean measured and planned step time."""
+    def line(self, *, is_measured: bool = True) -> str:
+        """Format steps, loss, tokens, time and the mean step time, beside the planned one if that was measured."""
         if self.first is None or self.last is None:
             return "no step was measured"
-        parts = [f"steps {self.first['step'] + 1} to {self.last['step'] + 1}"]
+        parts = [f"steps {' and '.join(f'{first} to {last}' for first, last in self._spans)}"]
         if self.last["loss"] is not None:
             parts.append(f"loss {_loss(self.first)} -> {_loss(self.last)}")
         parts.append(f"{short_count(self.tokens)} tokens in {duration(self.seconds)}")
@@ -424,17 +428,19 @@ class RunSummary:
                 f"{', '.join(parts)}; the last step took {duration(took)} with its warm-up, planned {duration(planned)}"
             )
         number, seconds, planned = self._paced
-        mean = f"a step took {duration(seconds / number)}, planned {duration(planned / number)}"
-        return f"{', '.join(parts)}; {mean} (x{slowdown:.2f})"
+        against = f", planned {duration(planned / number)} (x{slowdown:.2f})" if is_measured else ""
+        return f"{', '.join(parts)}; a step took {duration(seconds / number)}{against}"
 
 
 def closing_line(summary: RunSummary, paths: RunPaths) -> str:
     """Format the final line of a successful run: totals and where its files are."""
-    places = []
+    is_measured = not paths.gain.is_file()
+    gain = "" if is_measured else paths.gain.read_text(encoding="utf-8")
+    places = [f"predicted {gain}"] if gain else []
     if saved := checkpoints(paths.checkpoints):
         places.append(f"checkpoint {from_here(saved[-1])}")
     places.append(f"metrics {from_here(paths.metrics)}" if summary.steps else f"logs in {from_here(paths.logs)}")
-    return f"done: {summary.line()}; {', '.join(places)}"
+    return f"done: {summary.line(is_measured=is_measured)}; {', '.join(places)}"
 
 
 def summary_of(metrics: Path) -> RunSummary:

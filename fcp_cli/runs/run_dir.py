@@ -72,6 +72,11 @@ class RunPaths:
         return self.run_dir / "planning.json"
 
     @property
+    def gain(self) -> Path:
+        """Predicted gain over the script's own batches, of a job whose plan has computed times."""
+        return self.run_dir / "gain.txt"
+
+    @property
     def stopped(self) -> Path:
         """Checkpoint of a script whose trainer was stopped; see `StoppedScript`."""
         return self.run_dir / "stopped.json"

@@ -6,6 +6,7 @@ import atexit
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def main() -> None:
     if is_scheduler(os.environ):
         return
     end_with_launcher()
-    atexit.register(_end_failed_rank)  # exit handlers run in reverse order: this one last
+    atexit.register(_end_rank)  # exit handlers run in reverse order: this one last
     try:
         is_module, program = _parsed(sys.argv[1:])
         install(os.environ)
@@ -35,6 +36,7 @@ def main() -> None:
         _failed.append(error.code if isinstance(error.code, int) else int(error.code is not None))
         raise
     except KeyboardInterrupt:  # Python ends itself with the signal
+        atexit.unregister(_end_rank)
         raise
     except BaseException:
         _failed.append(1)
@@ -71,16 +73,16 @@ def _run(program: list[str], *, is_module: bool) -> None:
 _failed: list[int] = []  # exit status of a program that ended with an exception
 
 
-def _end_failed_rank() -> None:
-    """Exit immediately if the rank has failed, after it has written its error and all exit handlers have run.
+def _end_rank() -> None:
+    """Exit immediately if the rank has failed or a thread of fcp still runs, after all exit handlers have run.
 
-    Otherwise threads of a back end that need Python during finalization could abort the process, whose status and last
-    line would then not be those of the error.
+    Otherwise threads that leave torch or a back end while Python finalizes abort the process: its status and last line
+    would not be those of the error, and a finished rank would count as failed.
     """
-    if any(_failed):
+    if any(_failed) or any(thread.name.startswith("fcp-") for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_failed[0])
+        os._exit(_failed[0] if _failed else 0)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,9 @@ def test_a_command_of_ones_own_gets_the_hooks_by_its_environment(
     fcp: Fcp, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    words = shlex.split(fcp("--inject", "env", "--dry-run", "--", "bash", "train.sh", "a b").out)
+    words = shlex.split(
+        fcp("--inject", "env", "--accept-other-batches", "--dry-run", "--", "bash", "train.sh", "a b").out
+    )
     site = Path(fcp_cli.__file__).parent / "runtime" / "site"
     assert words == [
         "env",
@@ -151,6 +153,7 @@ def test_a_command_of_ones_own_gets_the_hooks_by_its_environment(
         f"FCP_RUN_DIR={folder}/runs/bash-001",
         "FCP_PROBE=1",
         f"PYTHONPATH={site}:/mine",
+        "FCP_ACCEPT_OTHER_BATCHES=1",
         *("bash", "train.sh", "a b"),
     ]
     assert (site / "sitecustomize.py").is_file()
@@ -179,6 +182,7 @@ REFUSED = [
     "--learning-rate -1",
     "--inject all -- x.py",
     "--inject env",
+    "--accept-other-batches",
     "--inject env --nodes 2 -- bash",
     "--inject env --json -- bash",
     "--inject env -- ./no.sh",
@@ -210,6 +214,7 @@ REFUSALS = snapshot(
         "--learning-rate -1": "2: error: --learning-rate is -1; it must be at least 0; see 'fcp launch --help'",
         "--inject all -- x.py": "2: error: --inject is 'all'; it must be one of entry, env, none; see 'fcp launch --help'",
         "--inject env": "2: error: --inject is for a script or command of your own, given after --",
+        "--accept-other-batches": "2: error: --accept-other-batches is for a script of your own, given after --",
         "--inject env --nodes 2 -- bash": "2: error: --nodes is for jobs that fcp starts; give it to bash itself",
         "--inject env --json -- bash": "2: error: --json with --inject env needs --dry-run: the command itself writes to stdout",
         "--inject env -- ./no.sh": "1: error: cannot start ./no.sh: No such file or directory; --inject env runs a command that starts the ranks itself, like 'bash train.sh' or 'torchrun ...'; remove it for a Python script",

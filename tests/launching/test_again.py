@@ -9,7 +9,7 @@ import pytest
 
 from fcp_cli.launching.commands import again_command
 from fcp_cli.launching.job import Job
-from fcp_cli.plan.metadata import PlanningWish
+from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE, PlanningWish
 from tests.launching.jobs import local_job
 
 
@@ -28,6 +28,13 @@ def test_a_job_without_a_plan_continues_with_the_options_that_it_was_planned_by(
     assert again_command(job) == (
         "fcp launch --ranks 16 --model qwen3-8b --profile /data/profile.yaml --run-dir run -- train.py"
     )
+
+
+def test_batches_that_were_accepted_stay_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = replace(stopped_job(tmp_path / "run", PlanningWish()), environment={OTHER_BATCHES_VARIABLE: "1"})
+
+    assert again_command(job) == "fcp launch --ranks 16 --accept-other-batches --run-dir run -- train.py"
 
 
 def test_once_its_plan_is_whole_a_job_continues_under_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,12 @@ def test_an_error_of_fcps_own_is_one_line_in_its_error_file(tmp_path: Path) -> N
     assert TorchrunRanks(logs).find_failure(1).summary() == f"rank 6 on {HOST}: row 7 of the data has 3 tokens"
 
 
+def test_a_message_that_begins_with_a_line_break_is_told(tmp_path: Path) -> None:
+    words = "Traceback\nImportError: \nAutoVideoProcessor requires the Torchvision library.\nInstall it.\n"
+    failure = TorchrunRanks(write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks={1: words})).find_failure(1)
+    assert failure.raised == "ImportError: AutoVideoProcessor requires the Torchvision library."
+
+
 def test_a_damaged_error_file_leaves_the_printed_lines(tmp_path: Path) -> None:
     logs = write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks={1: "ValueError: odd"})
     (logs / "id_x" / "attempt_0" / "1" / "error.json").write_text('{"message": "only')

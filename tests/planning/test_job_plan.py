@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from fcp_cli.cost.model import causal_work, group_seconds
+from fcp_cli.cost.profile import CostProfile
 from fcp_cli.errors import ProfileError
 from fcp_cli.manifest.read import read_manifest
 from fcp_cli.plan.check import check_plan
@@ -19,7 +20,7 @@ from fcp_cli.plan.metadata import JobFacts, PlanMetadata, PlanningWish
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning import job_plan, journal, settings
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.job_plan import JobPlanner, packed_step, padded_seconds
+from fcp_cli.planning.job_plan import JobPlanner, own_seconds, packed_step
 from fcp_cli.planning.make_plan import make_plan, plan_step
 from fcp_cli.planning.problem import Batch, Problem, Solver, problem_of
 from fcp_cli.util.console import Assumptions
@@ -93,9 +94,40 @@ def test_the_scripts_own_batches_are_priced_as_padded_to_their_longest(tmp_path:
     batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=4, shuffle=False))
     both = causal_work(np.array([900, 900, 60, 60]), problem.profile.coefficients).packed(np.array([0, 2]))
 
-    found = padded_seconds(batches, replace(JOB, global_batch_size=4), [0])
+    found = own_seconds(batches, replace(JOB, global_batch_size=4), [0])
 
     assert found == pytest.approx(float(group_seconds(problem.profile, both, degree=1, crosses_nodes=False)[0]))
+
+
+def priced_habit(tmp_path: Path, rows: list[int], **facts: object) -> tuple[float, CostProfile]:
+    """Seconds of the only step of a script on these rows of `LENGTHS`, and the profile."""
+    metadata = plan_job(tmp_path / "plan.parquet", JOB, PlanningWish(), LENGTHS)
+    table = read_manifest(tmp_path / "plan.lengths.parquet").take(np.array(rows))
+    problem = problem_of(metadata, name="the plan")
+    batches = GlobalBatches(table, problem, BatchSettings(global_batch_size=len(rows), shuffle=False))
+    job = replace(JOB, global_batch_size=len(rows), **facts)  # type: ignore[arg-type]  # as given
+    return own_seconds(batches, job, [0]), problem.profile
+
+
+def test_rows_that_the_scripts_collator_joins_are_priced_by_what_its_attention_computes(tmp_path: Path) -> None:
+    rows = [1, 3, 1, 3]  # 900 and 60 tokens on each rank
+    varlen, profile = priced_habit(tmp_path, rows, concatenates=True)
+    squares, _ = priced_habit(tmp_path, rows, concatenates=True, masks_all_pairs=True)
+    padded, _ = priced_habit(tmp_path, rows)
+
+    own = causal_work(np.array([900, 60]), profile.coefficients).packed(np.array([0]))
+    whole = causal_work(np.array([960]), profile.coefficients)
+    both = replace(own, attention_seconds=whole.attention_seconds)
+    assert varlen == pytest.approx(float(group_seconds(profile, own, degree=1, crosses_nodes=False)[0]))
+    assert squares == pytest.approx(float(group_seconds(profile, both, degree=1, crosses_nodes=False)[0]))
+    assert varlen < squares and varlen < padded
+
+
+def test_rows_that_the_script_groups_by_length_are_priced_in_that_order(tmp_path: Path) -> None:
+    rows = [0, 1, 2, 3] * 5
+    random, _ = priced_habit(tmp_path, rows)
+    grouped, _ = priced_habit(tmp_path, rows, groups_by_length=True)
+    assert grouped < 0.75 * random
 
 
 def test_the_scripts_own_packing_is_priced_for_as_many_sequences_and_named(
@@ -104,8 +136,7 @@ def test_the_scripts_own_packing_is_priced_for_as_many_sequences_and_named(
     job = replace(JOB, global_batch_size=4, packs_to=1000)
     metadata = plan_job(tmp_path / "plan.parquet", job, PlanningWish(), LENGTHS)
     assert re.search(
-        r"than the script's own packing \(.* for as many sequences\); its steps had \d+ sequences: turn packing off and "
-        r"give batches of \d+ rows a rank for as many; times of mine",
+        r"% (less|more) than the script's own packing \(.* for as many sequences\)",
         capsys.readouterr().err,
     )
     profile = problem_of(metadata, name="the plan").profile

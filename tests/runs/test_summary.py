@@ -39,6 +39,18 @@ def test_the_closing_line_says_what_a_run_came_to_and_where_everything_is(tmp_pa
     )
 
 
+def test_a_plan_of_computed_times_is_not_held_against_the_run_but_its_predicted_gain_is_named(tmp_path: Path) -> None:
+    paths = RunPaths(run_dir=tmp_path)
+    paths.gain.write_text("49% less than the script's own padded batches (10.6 ms)")
+    ran = RunSummary()
+    for number in (0, 1, 2, 0, 1):  # two trainers
+        ran.feed(step(number, loss=None, seconds=3.0))
+    assert closing_line(ran, paths).replace(str(tmp_path), "RUN") == (
+        "done: steps 1 to 3 and 1 to 2, 300k tokens in 15 s; a step took 3 s; predicted 49% less than the script's own "
+        "padded batches (10.6 ms), metrics RUN/metrics.jsonl"
+    )
+
+
 def test_a_run_that_nobody_measured_names_its_logs(tmp_path: Path) -> None:
     line = closing_line(RunSummary(), RunPaths(run_dir=tmp_path)).replace(str(tmp_path), "RUN")
     assert line == "done: no step was measured; logs in RUN/logs"

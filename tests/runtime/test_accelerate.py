@@ -18,7 +18,7 @@ _REFUSALS = {
     "loader that",
     "weighted loop": "the loader of the training data draws its rows by WeightedRandomSampler, but under a plan every row",
     "second loop": "the training data has 20 rows, but the plan's manifest unplanned-new.lengths.parquet has 24; the plan "
-    "was made of the data that training began with: data that changes between epochs, and a second trainer with other",
+    "was made of the data that training began with: data that changes between epochs cannot be planned, and a",
     "loop of growing rows": "row 23 of the training data has 7 tokens but 6 in the plan's manifest unplanned-growing.",
     "loop of other data": "row 13 of the training data has other tokens than in the epochs before; the plan was made of",
 }
@@ -50,3 +50,10 @@ def test_what_cannot_be_followed_is_refused_on_every_rank_in_one_line(outcomes: 
 
 def test_a_loop_without_a_plan_follows_one_of_its_lengths_and_epochs_which_repeats_it(outcomes: Outcomes) -> None:
     require_repeatable("unplanned-loop.parquet", outcomes, "loop")
+
+
+def test_one_line_says_that_a_micro_batchs_loss_is_a_share_and_where_the_mean_is(outcomes: Outcomes) -> None:
+    said = [
+        outcomes("planned", "loop")[rank]["said"].count("rank's share of the step's, exact for") for rank in range(2)
+    ]
+    assert said == [1, 0]

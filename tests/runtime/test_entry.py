@@ -101,6 +101,21 @@ def test_a_script_that_fails_ends_behind_its_exit_handlers_and_before_the_interp
     assert run("--", "fails.py", folder=folder, FCP_PLAN="plan").stdout == "in an exit handler\nin teardown\n"
 
 
+def test_a_rank_whose_loop_ended_is_not_aborted_for_a_thread_that_still_loads_ahead(folder: Path) -> None:
+    (folder / "finished.py").write_text(
+        "import threading, time, torch\n"
+        "def load():\n"
+        "    while True:\n"
+        "        torch.ones(300, 300).sum()\n"
+        "for _ in range(4):\n"
+        "    threading.Thread(target=load, name='fcp-loader', daemon=True).start()\n"
+        "time.sleep(0.1)\n"
+        "print('done')\n"
+    )
+    ended = run("--", "finished.py", folder=folder, FCP_PLAN="plan")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+
+
 @pytest.mark.parametrize(
     ("words", "environment", "message"),
     [

@@ -5,11 +5,17 @@ from __future__ import annotations
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face import packing
-from fcp_cli.integrations.hugging_face.packing import replaced_packing, unpack_axolotl, unpack_swift
+from fcp_cli.integrations.hugging_face.packing import (
+    ReplacedPacking,
+    replaced_packing,
+    unpack_axolotl,
+    unpack_swift,
+)
 
 
 def test_axolotl_validates_settings_without_packing_and_without_sums_over_ranks(
@@ -42,9 +48,18 @@ def test_the_rows_of_replaced_packing_are_known_to_whoever_prices_them(monkeypat
     module.SftArguments(packing=False, packing_length=None, max_length=512)
     assert replaced_packing() is None
     module.SftArguments(packing=True, packing_length=None, max_length=512)
-    assert replaced_packing() == 512
+    assert replaced_packing() == ReplacedPacking("ms-swift's packing", 512)
     module.SftArguments(packing=True, packing_length=None, max_length=None)
-    assert replaced_packing() == 0
+    assert replaced_packing() == ReplacedPacking("ms-swift's packing", 0)
+
+
+def test_packed_rows_are_counted_as_frameworks_pack_them() -> None:
+    packing = ReplacedPacking("TRL's packing", 10)
+    assert packing.packed_rows(np.array([9, 8, 3, 2, 1, 7])) == 3  # 9+1, 8+2, 7+3
+    assert packing.packed_rows(np.array([25, 4])) == 2  # cut to 10
+    assert ReplacedPacking("TRL's packing", 0).packed_rows(np.array([6, 5, 1])) == 2  # rows of the longest
+    many = np.full(20_000, 5)
+    assert packing.packed_rows(many) == pytest.approx(10_000)
 
 
 def test_an_axolotl_without_the_hooked_function_is_refused() -> None:

@@ -13,7 +13,8 @@ from tests.runtime.workers.trainer_worker import FAMILIES_TRAINED
 pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 
 _UNPLANNED = ("unplanned, read by workers", "unplanned, cut by the collator")
-_CASES = ("ddp", "resumed, evaluated", "lora", "stopped", "unplanned", "repeated", *_UNPLANNED)
+_LOADED = ("unplanned, in an order of its own", "counted", "split batches", "split and dispatched batches")
+_CASES = ("ddp", "resumed, evaluated", "lora", "stopped", "unplanned", "repeated", *_UNPLANNED, *_LOADED)
 _REFUSALS = {
     "other batch": "the script trains on 4 sequences a step (per_device_train_batch_size 2 x gradient_accumulation_steps 1 "
     "x 2 ranks), but the plan on 8; plan with 'fcp plan --global-batch-size 4', or give the script the plan's",
@@ -22,10 +23,12 @@ _REFUSALS = {
     "longer row": "row 20 of the training data has 3 tokens but 2 in the plan's manifest lengths.parquet; build the manifest",
     "other data on rank 1": "row 20 of the training data has 3 tokens on rank 1, but 2 on rank 0; give every rank the same",
     "second trainer": "the training data has 20 rows, but the plan's manifest unplanned.lengths.parquet has 24; the plan "
-    "was made of the data that training began with: data that changes between epochs, and a second trainer with other",
+    "was made of the data that training began with: data that changes between epochs cannot be planned, and a second trainer with",
+    "second trainer, made before": "the script has a second trainer with other training data (20 rows, 24 in the first), and a job",
+    "sequence classification": "Qwen3ForSequenceClassification is not a decoder language model, whose tokens a plan",
     "changing rows": "row 23 of the training data has 7 tokens but 6 in the plan's manifest unplanned-growing.lengths.parquet; "
     "the plan was made of the data that training began with: data that changes between epochs",
-    "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; remove it",
+    "grouped": "the script puts rows of similar length into a step (group_by_length), but a plan's steps have random",
 }
 _REMAINING = (
     "accumulation",
@@ -73,6 +76,12 @@ def test_so_they_are_in_every_other_setting_that_is_followed(remaining: Outcomes
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_so_they_are_with_other_decoders(families: Outcomes, name: str) -> None:
     require_equal(families, name, most=5e-6)
+
+
+def test_tokens_are_counted_as_the_trainer_counts_those_that_are_no_padding(outcomes: Outcomes) -> None:
+    plain, planned = (outcomes(phase, "counted")[0]["log"] for phase in ("plain", "planned"))
+    seen = [[entry.get("num_input_tokens_seen") for entry in log] for log in (plain, planned)]
+    assert seen[0] == seen[1] and seen[0][-1] == sum(LENGTHS)
 
 
 def test_evaluation_runs_on_the_models_own_attention(outcomes: Outcomes) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -15,18 +16,24 @@ from functools import wraps
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
+from torch.utils.data import SequentialSampler
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.integrations.base import Refusals, Signatures, advice, refuse, require
-from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.integrations.hugging_face.packing import ReplacedPacking, replaced_packing
+from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE, PlanMetadata, is_launched_without_plan
 from fcp_cli.runtime.plan_agreement import require_training
+from fcp_cli.util.arrays import IntArray
+from fcp_cli.util.words import counted
 from fcp_cli.vision.families import FAMILIES
 
 OWN_LOOP = "follow the plan in a loop of your own (docs/how-to/training-loop.md)"
+_ACCEPT = "accept the plan's batches with 'fcp launch --accept-other-batches'"
 TRL_KNOWN_TO_WORK = ("1.16.0",)
 LOSSES = {
     "transformers.trainer": "Trainer",
@@ -41,6 +48,8 @@ RELIED_ON_OF_TRL: Signatures = {
 """Functions of `trl.trainer.utils` that are called."""
 COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
 """Attributes of TRL's trainers that hold metrics to be logged."""
+_SAME_UPDATES = 0.05
+"""Relative difference up to which numbers of updates count as equal: frameworks pack in blocks of rows."""
 _LOSSES_OF_A_BATCH = ("aot", "aot_unpaired", "sft")
 
 
@@ -60,6 +69,23 @@ def check_trl(utils: ModuleType, trainer: Any) -> None:
 def check_trainer(trainer: Any) -> None:
     """Raise RunError for trainer settings, overrides and models that cannot follow a plan."""
     refuse(_override_refusals(trainer), _settings_refusals(trainer), _model_refusals(trainer), _trl_refusals(trainer))
+
+
+UNTRAINED: Final[WeakSet[Any]] = WeakSet()
+"""Trainers that the script has created and not trained yet."""
+
+
+def check_one_data_set(trainer: Any) -> None:
+    """Raise RunError if a trainer that the script trains later has another number of rows than the one that begins."""
+    UNTRAINED.discard(trainer)
+    data: Any = [getattr(one, "train_dataset", None) for one in (trainer, *UNTRAINED)]
+    first, *others = (len(rows) if hasattr(rows, "__len__") else None for rows in data)
+    for other in filter(None, others):
+        if first is not None and other != first:
+            raise RunError(
+                f"the script has a second trainer with other training data ({other} rows, {first} in the first), and a "
+                "job follows one plan; train each in a job of its own"
+            )
 
 
 def loss_class(trainer: Any) -> Any:
@@ -83,8 +109,8 @@ def _override_refusals(trainer: Any) -> Refusals:
     owner = owner_of(trainer, "compute_loss")
     yield (
         find_override(trainer, "compute_loss") is None and owner is not loss_class(trainer),
-        f"{owner.__name__} computes its own loss (compute_loss), which a plan would skip: a rank has only a part of "
-        f"each sequence; remove it, or {OWN_LOOP}",
+        f"{owner.__name__} computes a loss that has no planned form: a rank has only a part of each sequence; a plan "
+        f"follows {', '.join(LOSSES.values())}, and rollouts as in docs/how-to/rl.md",
     )
     step = find_override(trainer, "training_step")
     yield (
@@ -96,7 +122,7 @@ def _override_refusals(trainer: Any) -> Refusals:
 
 def _settings_refusals(trainer: Any) -> Refusals:
     args, accelerator = trainer.args, trainer.accelerator
-    has_function = trainer.compute_loss_func is not None
+    has_function, strategy = trainer.compute_loss_func is not None, args.train_sampling_strategy
     yield (
         has_function and loss_kind(trainer) != "Trainer",
         f"{loss_kind(trainer)} has a compute_loss_func, which a plan would skip: a rank has only a part of each "
@@ -107,11 +133,14 @@ def _settings_refusals(trainer: Any) -> Refusals:
         "average_tokens_across_devices=False weighs tokens by the rank that they are on, which the plan chooses; "
         "remove it",
     )
-    groups_by_length = getattr(args, "group_by_length", False)  # transformers 4
-    strategy = getattr(args, "train_sampling_strategy", "group_by_length" if groups_by_length else "random")
     yield (
-        strategy not in ("random", "sequential"),
-        f"the script groups rows by {strategy}, but a plan balances the steps itself; remove it",
+        strategy not in ("random", "sequential", "group_by_length"),
+        f"the script draws its rows by {strategy}, but a plan balances the ranks itself; remove it",
+    )
+    yield (
+        strategy == "group_by_length" and OTHER_BATCHES_VARIABLE not in os.environ,
+        "the script puts rows of similar length into a step (group_by_length), but a plan's steps have random rows, "
+        f"which is another training; remove the setting (a plan balances the ranks itself), or {_ACCEPT}",
     )
     yield (
         bool(args.auto_find_batch_size),
@@ -132,12 +161,20 @@ def _settings_refusals(trainer: Any) -> Refusals:
     others = [name for name in ("tp", "cp", "sp") if (getattr(parallel, f"{name}_size", None) or 1) > 1]
     yield (
         bool(others),
-        f"the script sets {', '.join(f'{name}_size' for name in others)}; a plan makes the groups itself: remove it",
+        f"the script sets {', '.join(f'{name}_size' for name in others)} (parallelism_config); a plan makes the groups "
+        "itself: remove it",
     )
 
 
 def _model_refusals(trainer: Any) -> Refusals:
-    config = getattr(trainer.model, "config", None)
+    model, config = trainer.model, getattr(trainer.model, "config", None)
+    kind = type(getattr(model, "get_base_model", lambda: model)()).__name__  # inside adapters
+    has_head = getattr(model, "get_output_embeddings", lambda: True)() is not None
+    yield (
+        not has_head or bool(getattr(config, "is_encoder_decoder", False)) or kind.endswith("ForMaskedLM"),
+        f"{kind} is not a decoder language model, whose tokens a plan splits over ranks and whose loss is a mean over "
+        "tokens; start the script without fcp",
+    )
     text = getattr(config, "get_text_config", lambda: config)()
     yield (
         bool(getattr(text, "output_router_logits", False)),
@@ -182,34 +219,59 @@ def _trl_refusals(trainer: Any) -> Refusals:
     )
 
 
-def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any) -> None:
-    """Check that the trainer's global batch size and steps are the plan's, since its schedules and logs count them."""
+def rows_per_pass(trainer: Any) -> int:
+    """Return the rows of a rank's batch; with `split_batches`, ranks share one of `per_device_train_batch_size`."""
     args = trainer.args
-    check_global_batch(
-        metadata,
-        trainer.get_total_train_batch_size(args),
-        f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
-        f"{args.gradient_accumulation_steps} x {args.world_size} ranks",
-    )
+    return int(args.per_device_train_batch_size // (args.world_size if trainer.accelerator.split_batches else 1))
+
+
+def check_schedule(trainer: Any, metadata: PlanMetadata, plan: Any, lengths: IntArray, *, in_order: bool) -> None:
+    """Check that the trainer's global batch size and steps are the plan's, since its schedules and logs count them.
+
+    `lengths` are the tokens [rows] of the manifest's rows, 0 if not planned; `in_order` is of `visits_in_order`.
+    """
+    args = trainer.args
+    spread = "with split_batches" if trainer.accelerator.split_batches else f"x {args.world_size} ranks"
+    batches_of_rank = args.gradient_accumulation_steps * args.world_size
+    if (packing := replaced_packing()) is None:
+        check_global_batch(
+            metadata,
+            rows_per_pass(trainer) * batches_of_rank,
+            f"per_device_train_batch_size {args.per_device_train_batch_size} x gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps} {spread}",
+        )
+    else:
+        require_training(metadata)
+        _check_updates(metadata, packing, lengths, rows_per_pass(trainer), batches_of_rank)
     wanted = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * metadata.steps_per_epoch)
     asked = f"max_steps {args.max_steps}" if args.max_steps > 0 else f"num_train_epochs {args.num_train_epochs}"
     check_steps(metadata, plan, wanted, asked)
     keeps_last = metadata.last_batch == "keep" and metadata.planned_rows % metadata.global_batch_size > 0
-    in_order = getattr(args, "train_sampling_strategy", "") == "sequential"
-    refuse(
-        (
-            (
-                args.dataloader_drop_last and keeps_last,
-                "the script drops an epoch's last, partial batch (dataloader_drop_last), but the plan keeps it; plan "
-                "with 'fcp plan --last-batch drop'",
-            ),
-            (
-                in_order and metadata.shuffle,
-                "the script trains the rows in order (train_sampling_strategy='sequential'), but the plan shuffles "
-                "them; plan with 'fcp plan --no-shuffle'",
-            ),
+    if args.dataloader_drop_last and keeps_last:
+        raise RunError(
+            "the script drops an epoch's last, partial batch (dataloader_drop_last), but the plan keeps it; plan with "
+            "'fcp plan --last-batch drop'"
         )
-    )
+    if in_order and metadata.shuffle:
+        by = _order_overrides(trainer) or "the script"
+        raise RunError(
+            f"{by} visits the rows in the data's order, but the plan shuffles them; plan with 'fcp plan --no-shuffle'"
+        )
+
+
+def _check_updates(
+    metadata: PlanMetadata, packing: ReplacedPacking, lengths: IntArray, rows: int, batches: int
+) -> None:
+    """Raise RunError if a plan makes other updates than the packing, of `batches` of `rows` each, unless accepted."""
+    lengths = lengths[lengths > 0]
+    own, found = math.ceil(packing.packed_rows(lengths) / (rows * batches)), metadata.steps_per_epoch
+    if abs(found - own) > _SAME_UPDATES * own and OTHER_BATCHES_VARIABLE not in os.environ:
+        raise RunError(
+            f"{packing.setting} makes {counted(own, 'update')} an epoch, of {len(lengths) / own:,.0f} sequences each; "
+            f"a plan packs itself, and its batches count sequences: {found} of {metadata.global_batch_size}, which is "
+            f"another training; turn packing off and give batches of {max(1, round(len(lengths) / own / batches))} "
+            f"rows a rank for as many updates, or {_ACCEPT}"
+        )
 
 
 def check_global_batch(metadata: PlanMetadata, batch: int, made_of: str) -> None:
@@ -292,35 +354,48 @@ def place_of(function: Callable[..., Any]) -> str:
     return f"{file.relative_to(nearest) if nearest else file}:{code.co_firstlineno}"
 
 
-def check_order(trainer: Any, loader: Any, metadata: PlanMetadata) -> None:
-    """Raise RunError unless the script's own loader visits rows at most once per epoch, at random or in order."""
-    overrides = [found for name in _ORDER if (found := find_override(trainer, name)) is not None]
+def visits_in_order(trainer: Any, loader: Any) -> bool:
+    """Return whether a trainer's loader visits rows in the data's order instead of at random.
+
+    Raises:
+        RunError: methods of the script's own class visit rows in another order, or not once an epoch.
+    """
     batches = getattr(loader, "batch_sampler", None)
-    if not overrides or batches is None:  # a stream is rejected by `CollatedRows`
-        return
-    by = " and ".join(map(str, overrides))
+    if batches is None:  # a stream is rejected by `CollatedRows`
+        return False
+    if not (by := _order_overrides(trainer)):
+        return isinstance(getattr(own_batches_of(loader), "sampler", None), SequentialSampler)
     with _same_random_state():
         first, second = (_drawn(batches, epoch) for epoch in range(2))
     rows = [row for batch in first for row in batch]
-    largest = max(map(len, first), default=0)
+    largest, allowed = max(map(len, first), default=0), rows_per_pass(trainer)
     if not all(isinstance(row, (int, np.integer)) for row in rows):
         raise RunError(f"{by} packs rows into batches, but the plan packs; leave packing off")
-    if len(set(rows)) != len(rows) or largest > trainer.args.per_device_train_batch_size:
+    if len(set(rows)) != len(rows) or largest > allowed:
         raise RunError(
             f"{by} visits {len(rows)} rows, {len(set(rows))} of them distinct, in batches of up to {largest}; under a "
-            f"plan every row is visited once an epoch, in batches of {trainer.args.per_device_train_batch_size}"
+            f"plan every row is visited once an epoch, in batches of {allowed}"
         )
-    if first != second:
-        return
-    if rows != sorted(rows):
+    if first == second and rows != sorted(rows):
+        unshuffled = "" if is_launched_without_plan() else ", and plan with 'fcp plan --no-shuffle'"
         raise RunError(
             f"{by} visits the rows in the same order in every epoch, which is neither random nor the data's own; a "
-            "plan would replace it: sort the data set in its place, and plan with 'fcp plan --no-shuffle'"
+            f"plan would replace it: sort the data set in its place{unshuffled}"
         )
-    if metadata.shuffle:
-        raise RunError(
-            f"{by} visits the rows in the data's order, but the plan shuffles them; plan with 'fcp plan --no-shuffle'"
-        )
+    return first == second
+
+
+def own_batches_of(loader: Any) -> Any:
+    """Unwrap the batch samplers that distribute batches over ranks: return the script's own."""
+    batches = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return batches
+
+
+def _order_overrides(trainer: Any) -> str:
+    """Return, for messages, the methods of the script's own class that determine the order of the rows, or ""."""
+    return " and ".join(str(found) for name in _ORDER if (found := find_override(trainer, name)) is not None)
 
 
 def _drawn(batches: Any, epoch: int) -> list[list[Any]]:

@@ -60,6 +60,7 @@ class CollatedRows:
 
     Attributes:
         learned: number of labeled tokens of each row read so far.
+        lengths: [rows] planned tokens; 0: not planned.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class CollatedRows:
         self._loader, self._name, self._pairs, self._config = loader, name, pairs, config
         self._reading = Lock()  # shared by the prefetch thread and the check at each epoch
         self.learned: dict[int, int] = {}
-        self._planned = PlanReader(plan).planned_lengths() if lengths is None else lengths
+        self.lengths = PlanReader(plan).planned_lengths() if lengths is None else lengths
         cut = metadata.overlong
         self._cut_tokens = cut.max_length if cut.policy == "truncate" else None
         for row in self._doubtful():
@@ -146,7 +147,7 @@ class CollatedRows:
         ids, labels = found if isinstance(found, tuple) else (found.tokens, found.labels)
         tokens = len(ids)
         self._check_mask(found, row)
-        planned = int(self._planned[row])
+        planned = int(self.lengths[row])
         if tokens != planned and (self._pairs or not tokens > planned == self._cut_tokens):
             raise RunError(
                 f"row {row} of the training data has {tokens} tokens but {planned} in the plan's manifest "
@@ -177,15 +178,15 @@ class CollatedRows:
         stored = stored_lengths(self._loader.dataset, pairs=self._pairs)
         if stored is None:
             return self._spread()
-        planned = np.flatnonzero(self._planned)
+        planned = np.flatnonzero(self.lengths)
         expected = stored if self._pairs or self._cut_tokens is None else np.minimum(stored, self._cut_tokens)
-        differing = expected[planned] != self._planned[planned]
+        differing = expected[planned] != self.lengths[planned]
         doubtful: IntArray = planned[differing][:_READ_BEFORE]
         return doubtful
 
     def _spread(self) -> IntArray:
         """Return a few planned rows, spread over the data set."""
-        planned = np.flatnonzero(self._planned)
+        planned = np.flatnonzero(self.lengths)
         return planned[np.linspace(0, len(planned) - 1, num=min(_READ_BEFORE, len(planned)), dtype=np.int64)]
 
 
@@ -208,9 +209,8 @@ def _remedy(pairs: bool) -> str:
     if PLANNING_VARIABLE not in os.environ:
         return _REBUILD[pairs]
     return (
-        "the plan was made of the data that training began with: data that changes between epochs, and a second "
-        "trainer with other data, need plans of their own; make them with 'fcp plan', and start the script "
-        "with 'fcp launch --plan PLAN'"
+        "the plan was made of the data that training began with: data that changes between epochs cannot be planned, "
+        "and a second trainer with other data needs a job of its own"
     )
 
 

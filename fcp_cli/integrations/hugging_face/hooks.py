@@ -23,7 +23,6 @@ TRAINER: Signatures = {
     "Trainer.training_step": ("model", "inputs", "num_items_in_batch"),
     "Trainer.compute_loss": ("model", "inputs", "num_items_in_batch"),
     "Trainer.compute_loss_context_manager": (),
-    "Trainer.get_total_train_batch_size": ("args",),
     "Trainer.create_accelerator_and_postprocess": (),
 }
 """Methods of `transformers.trainer` that are hooked or called."""
@@ -66,6 +65,9 @@ def hook_trainer(trainer: ModuleType) -> None:
 
     @wraps(make_accelerator)
     def create_accelerator_and_postprocess(self: Any) -> None:
+        from fcp_cli.integrations.hugging_face.checks import UNTRAINED  # imports torch
+
+        UNTRAINED.add(self)
         make_accelerator(self)
         setattr(self.accelerator, OF_TRAINER, True)
 

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -17,6 +18,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from fcp_cli.cost.recipe import Lora
 from fcp_cli.errors import RunError
+from fcp_cli.integrations.hugging_face.checks import own_batches_of, rows_per_pass
 from fcp_cli.integrations.hugging_face.data import CollatedRows
 from fcp_cli.integrations.hugging_face.packing import replaced_packing
 from fcp_cli.integrations.hugging_face.row_sizes import LoadedLengths, config_text
@@ -48,7 +50,7 @@ class LoopSettings:
         zero: ZeRO stage equivalent to the loop's wrapper.
         is_mixed: whether fp32 weights are computed in 16 bits (mixed precision).
         recomputes: whether activations are recomputed in the backward pass.
-        packs_to: see `JobFacts`.
+        groups_by_length: see `JobFacts`.
     """
 
     loop: str
@@ -62,7 +64,7 @@ class LoopSettings:
     zero: ZeroStage = "0"
     is_mixed: bool
     recomputes: bool
-    packs_to: int | None = None
+    groups_by_length: bool = False
 
 
 def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.device) -> JobFacts:
@@ -78,6 +80,8 @@ def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.devi
         )
     limits = (None if settings.epochs is None else math.ceil(settings.epochs * per_epoch), settings.max_steps)
     wanted = min((one for one in limits if one is not None), default=None)
+    packing = replaced_packing()
+    joins = _concatenates(loader) if packing is None else packing.joins
     return JobFacts(
         loop=settings.loop,
         device=device.type,  # type: ignore[arg-type]  # a supported device type
@@ -93,47 +97,45 @@ def facts_of(settings: LoopSettings, loader: Any, model: Any, device: torch.devi
         sync="microbatch" if settings.zero == "3" else "iteration",
         recipe=_recipe(settings, model),
         config=_config(model),
-        packs_to=settings.packs_to,
+        packs_to=None if packing is None else packing.tokens,
+        groups_by_length=settings.groups_by_length,
+        concatenates=joins,
+        masks_all_pairs=joins and model.config.get_text_config()._attn_implementation in ("sdpa", "eager"),
     )
 
 
-def trainer_settings(trainer: Any, kind: str, loader: Any) -> LoopSettings:
-    """Return the settings of a `transformers.Trainer` that is about to train."""
+def _concatenates(loader: Any) -> bool:
+    """Return whether a loader's collator joins two rows to one, without padding."""
+    with torch.random.fork_rng(devices=[]), suppress(Exception):  # a collator's errors are reported by its reader
+        found = loader.collate_fn([loader.dataset[row] for row in range(2)])["input_ids"]
+        return len(found) == 1
+    return False
+
+
+def trainer_settings(trainer: Any, kind: str, *, in_order: bool) -> LoopSettings:
+    """Return the settings of a `transformers.Trainer` that is about to train, maybe on rows in the data's order."""
     args, has_limit = trainer.args, trainer.args.max_steps > 0
     return LoopSettings(
         loop=kind,
-        rows_per_pass=args.per_device_train_batch_size,
+        rows_per_pass=rows_per_pass(trainer),
         accumulates=args.gradient_accumulation_steps,
         epochs=None if has_limit else args.num_train_epochs,
         max_steps=args.max_steps if has_limit else None,
         drops_last=args.dataloader_drop_last,
-        shuffle=not is_sequential(loader),
+        shuffle=not in_order,
         seed=args.seed if args.data_seed is None else args.data_seed,
         zero=fsdp_stage(trainer.accelerator),
         is_mixed=args.bf16 or args.fp16,
         recomputes=args.gradient_checkpointing,
-        packs_to=replaced_packing(),
+        groups_by_length=args.train_sampling_strategy == "group_by_length",
     )
-
-
-def is_sequential(loader: Any) -> bool:
-    """Return whether a prepared loader visits rows in the order of the data."""
-    return isinstance(getattr(_own_batches(loader), "sampler", None), SequentialSampler)
-
-
-def _own_batches(loader: Any) -> Any:
-    """Unwrap the batch samplers that distribute batches over ranks: return the script's own."""
-    batches = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):
-        batches = batches.batch_sampler
-    return batches
 
 
 def is_shuffled(loader: Any) -> bool:
     """Return whether a loop's loader visits rows at random instead of in order; raise RunError if neither."""
     if not hasattr(loader.dataset, "__len__"):
         return True  # a stream, rejected elsewhere with its own message
-    batches = _own_batches(loader)
+    batches = own_batches_of(loader)
     sampler: Any = getattr(batches, "sampler", None)
     if type(sampler) is DistributedSampler:  # Lightning's subclass wraps a sampler of another kind
         return bool(sampler.shuffle)

@@ -7,6 +7,7 @@ after the backward pass of the step's last micro-batch, before the script's opti
 from __future__ import annotations
 
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
@@ -302,6 +303,11 @@ class _PlannedBatch(dict[str, Tensor]):
 # clipping take effect once the step's gradients are complete, as signalled by accelerate's `sync_gradients`.
 
 _POSITION = "fcp_step.json"
+_LOSSES_SHOWN = (
+    "fcp: the loss of a micro-batch is this rank's share of the step's, exact for backward: its sum over a step, "
+    "divided by gradient_accumulation_steps and averaged over ranks, is the mean over the step's tokens, as in the "
+    "run's metrics"
+)
 
 
 class AcceleratedLoop(WrittenLoop):
@@ -343,6 +349,12 @@ class AcceleratedLoop(WrittenLoop):
 
     def precision_and_sharding(self) -> tuple[bool, ZeroStage]:
         return self.accelerator.mixed_precision in ("bf16", "fp16"), fsdp_stage(self.accelerator)
+
+    def follow(self, loader: Any) -> None:
+        is_first = self._rows is None
+        super().follow(loader)
+        if is_first and self.accelerator.is_main_process:
+            print(_LOSSES_SHOWN, file=sys.stderr, flush=True)
 
     def is_accumulating(self) -> bool:
         """Return whether the step's gradients are still incomplete."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from fcp_cli.integrations.base import require
+from fcp_cli.util.arrays import IntArray
 
 
 def unpack_llama_factory(parser: ModuleType) -> None:
@@ -54,12 +58,31 @@ def unpack_axolotl(config: ModuleType) -> None:
     config.validate_config = validate_config  # type: ignore[attr-defined]
 
 
-def replaced_packing() -> int | None:
-    """Return the tokens per packed sequence of the packing disabled last, 0 if unknown; None if none was disabled."""
+class ReplacedPacking(NamedTuple):
+    """A disabled packing: its setting, tokens of a packed row (0: of the longest sequence), if a batch is one row."""
+
+    setting: str
+    tokens: int
+    joins: bool = False
+
+    def packed_rows(self, lengths: IntArray) -> float:
+        """Return the number of packed rows of sequences with these lengths, best-fit decreasing."""
+        drawn = np.random.default_rng(0).permutation(lengths)[:_PACKED_ROWS]
+        free: list[int] = []
+        capacity = self.tokens or int(lengths.max())
+        for size in np.sort(np.minimum(drawn, capacity))[::-1].tolist():
+            at = bisect_left(free, size)
+            insort(free, (free.pop(at) if at < len(free) else capacity) - size)
+        return len(free) * len(lengths) / len(drawn)
+
+
+def replaced_packing() -> ReplacedPacking | None:
+    """Return the packing disabled last, or None."""
     return _replaced[-1] if _replaced else None
 
 
-_replaced: list[int] = []
+_replaced: list[ReplacedPacking] = []
+_PACKED_ROWS: Final = 8192
 
 
 def _before_post_init(kind: Any, framework: str, names: Sequence[str], lengths: Sequence[str]) -> None:
@@ -78,7 +101,8 @@ def _turn_off(framework: str, settings: Any, names: Sequence[str], lengths: Sequ
     for name in asked:
         setattr(settings, name, False)
     if asked:
-        _replaced.append(next((int(given) for name in lengths if (given := getattr(settings, name, None))), 0))
+        tokens = next((int(given) for name in lengths if (given := getattr(settings, name, None))), 0)
+        _replaced.append(ReplacedPacking(f"{framework}'s {asked[0]}", tokens, joins=framework == "TRL"))
     if asked and os.environ.get("RANK", "0") == "0":
         line = f"fcp: {framework}'s {asked[0]} is off: the plan packs, and batch sizes count sequences"
         print(line, file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.checks import (
     WatchedMethods,
-    check_order,
+    check_one_data_set,
     check_schedule,
     check_trainer,
     check_trl,
@@ -31,6 +31,8 @@ from fcp_cli.integrations.hugging_face.checks import (
     loss_class,
     loss_function_of,
     loss_kind,
+    rows_per_pass,
+    visits_in_order,
 )
 from fcp_cli.integrations.hugging_face.data import CollatedRows, PlanSampler
 from fcp_cli.integrations.hugging_face.job_facts import facts_of, rows_of, start_session, trainer_settings
@@ -43,6 +45,9 @@ from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.step import Step
 
 RUN_DIR_VARIABLE = "FCP_RUN_DIR"
+_RANDOM = (
+    ", at random: batches are others than without a plan; curves overlay with train_sampling_strategy='sequential'"
+)
 
 
 class TrainerFollower:
@@ -58,22 +63,22 @@ class TrainerFollower:
 
     def __init__(self, trainer: Any, plan: Path | None = None) -> None:
         check_trainer(trainer)
+        check_one_data_set(trainer)
         self._trainer = trainer
         model, kind = base_model(trainer.model), loss_kind(trainer)
         loader = trainer.get_train_dataloader()  # its data set, collator and number of workers are used
-        device, pairs = trainer.args.device, kind == "DPOTrainer"
+        device, pairs, in_order = trainer.args.device, kind == "DPOTrainer", visits_in_order(trainer, loader)
         self.session = start_session(
             loader,
-            lambda: facts_of(trainer_settings(trainer, kind, loader), loader, trainer.model, device),
+            lambda: facts_of(trainer_settings(trainer, kind, in_order=in_order), loader, trainer.model, device),
             device=device,
             pairs=pairs,
             plan=plan,
             config=model.config,
         )
         metadata = self.session.metadata
-        check_schedule(trainer, metadata, self.session.plan)
-        check_order(trainer, loader, metadata)
         self._rows = rows_of(self.session, loader, pairs=pairs, config=model.config)
+        check_schedule(trainer, metadata, self.session.plan, self._rows.lengths, in_order=in_order)
         reference = getattr(trainer, "ref_model", None)
         models = (model,) if reference is None else (model, base_model(trainer.accelerator.unwrap_model(reference)))
         self._base = model
@@ -87,10 +92,14 @@ class TrainerFollower:
     def loader(self) -> DataLoader[int]:
         """Return a replacement for the script's loader, with as many batches as the trainer accumulates in an epoch."""
         metadata = self.session.metadata
-        updates = metadata.steps_per_epoch * self._trainer.args.gradient_accumulation_steps
+        args = self._trainer.args
+        updates = metadata.steps_per_epoch * args.gradient_accumulation_steps
+        # transformers warns if it has no tokens to count; a step of the script's own must fail on a batch without them.
+        counts = getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False)
+        empty = dict.fromkeys(("input_ids", "attention_mask"), torch.zeros((1, 0), dtype=torch.int64)) if counts else {}
         # The trainer only counts rows and batches; the session fetches their contents.
         rows: Any = range(metadata.manifest.rows)
-        return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=lambda _: {})
+        return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=lambda _: dict(empty))
 
     def run(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Run a plan step at the last accumulated batch before an optimizer step; do nothing at the others.
@@ -162,7 +171,8 @@ class TrainerFollower:
             print(
                 f"fcp: following {self.session.plan} ({known}) from step {first_step} of "
                 f"{metadata.end_step}, {metadata.num_ranks} ranks, sync {metadata.sync}; {type(trainer).__name__}, "
-                f"rows in the plan's order",
+                f"rows in the plan's order{_RANDOM if metadata.shuffle else ''}; tokens and total_flos count no "
+                "padding",
                 file=sys.stderr,
                 flush=True,
             )
@@ -177,7 +187,7 @@ def _planned_loss(
     trainer: Any, kind: str, models: tuple[PreTrainedModel, ...], session: Session, rows: CollatedRows
 ) -> PlannedLoss:
     is_of_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    means = None if is_of_tokens else BatchMeans(session, rows.learned, trainer.args.per_device_train_batch_size)
+    means = None if is_of_tokens else BatchMeans(session, rows.learned, rows_per_pass(trainer))
     if kind == "Trainer":
         return CausalLoss(models[0], smoothing=trainer.args.label_smoothing_factor, means=means)
     import trl.trainer.utils

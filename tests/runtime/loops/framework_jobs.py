@@ -112,9 +112,9 @@ def write_plan(folder: Path, *source: str, tokens: int = 256) -> None:
     )
 
 
-def planned(*words: str, folder: Path) -> str:
+def planned(*words: str, folder: Path, options: tuple[str, ...] = ()) -> str:
     """Run a command as users type it, under the folder's plan."""
-    return fcp(*_LAUNCH, "run", "--", *words, folder=folder)
+    return fcp(*_LAUNCH, "run", *options, "--", *words, folder=folder)
 
 
 def interrupted(*words: str, folder: Path, after: Path) -> tuple[int, str]:

@@ -52,8 +52,8 @@ class Job:
     def typed(self, name: str, **changes: Any) -> tuple[str, ...]:
         return (*self.framework.typed, *self.framework.words(self.folder, name, **changes))
 
-    def planned(self, name: str, **changes: Any) -> str:
-        written = planned(*self.typed(name, **changes), folder=self.folder)
+    def planned(self, name: str, options: tuple[str, ...] = (), **changes: Any) -> str:
+        written = planned(*self.typed(name, **changes), folder=self.folder, options=options)
         assert f"{self.framework.trainer}, rows in the plan's order" in written
         return written
 
@@ -95,7 +95,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def test_full_fine_tuning_with_evaluation_is_that_of_the_framework_alone_and_its_packing_is_replaced(job: Job) -> None:
     (evaluated, evaluations), (packed, line) = job.framework.evaluated, job.framework.packed
     job.alone("alone", **evaluated)
-    assert f"fcp: {line}" in job.planned("full", **{packed: True}, **evaluated)
+    assert f"fcp: {line}" in job.planned("full", ("--accept-other-batches",), **{packed: True}, **evaluated)
     job.assert_equal("full", "alone")
     assert len(read_checkpoint(job.folder / "full" / "checkpoint-3").logged("eval_loss")) == evaluations
     fcp("report", "run", "-o", "report.html", folder=job.folder)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import io
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,12 @@ def loop(
     return {"log": log, "weights": accelerator.unwrap_model(model).state_dict()}
 
 
+def heard(folder: Path) -> dict[str, Any]:
+    """The loop, with what it wrote to stderr."""
+    with redirect_stderr(io.StringIO()) as said:
+        return {**loop(folder), "said": said.getvalue()}
+
+
 def in_two_runs(folder: Path) -> dict[str, Any]:
     loop(folder)
     return loop(folder, resumed=True)
@@ -112,7 +120,7 @@ def at_random(data: Any) -> Any:
 ITERATION, WAVES = "loop-iteration.parquet", "loop-waves.parquet"
 UNPLANNED, GROWING, NEW, REPLACED = (f"unplanned-{name}.parquet" for name in ("loop", "growing", "new", "replaced"))
 CASES: Cases = {
-    "loop": (ITERATION, loop),
+    "loop": (ITERATION, heard),
     "accumulating loop": (WAVES, partial(loop, accumulates=2)),
     "resumed loop": (ITERATION, in_two_runs),
     "unplanned loop": (UNPLANNED, partial(loop, epochs=2, accumulates=2)),

@@ -122,7 +122,23 @@ def train(
     callbacks: list[TrainerCallback] | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    trainer = kind(
+    trainer = trainer_of(folder, model, evaluates, kind, lengths, data, collator, callbacks, **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+def trainer_of(
+    folder: Path,
+    model: Any = None,
+    evaluates: bool = False,
+    kind: type[Trainer] = Trainer,
+    lengths: tuple[int, ...] = LENGTHS,
+    data: Any = None,
+    collator: Callable[..., dict[str, torch.Tensor]] = collate,
+    callbacks: list[TrainerCallback] | None = None,
+    **changes: Any,
+) -> Trainer:
+    return kind(
         model=model or hugging_face("qwen3", torch.float32),
         args=TrainingArguments(**common_arguments(folder, **changes)),
         train_dataset=rows(lengths) if data is None else data,
@@ -130,8 +146,6 @@ def train(
         data_collator=collator,
         callbacks=callbacks,
     )
-    trainer.train(resume_from_checkpoint=resume)
-    return outcome(trainer)
 
 
 def lora(folder: Path) -> dict[str, Any]:
@@ -155,12 +169,37 @@ def resumed(folder: Path, **changes: Any) -> dict[str, Any]:
     return train(folder, evaluates=True, resume=str(folder / "out" / "checkpoint-2"), **settings)
 
 
+def split(folder: Path, **config: bool) -> dict[str, Any]:
+    """Share each batch of the script among the ranks, which accelerate can do in two ways."""
+    return train(folder, per_device_train_batch_size=GLOBAL_BATCH, accelerator_config={"split_batches": True, **config})
+
+
+def classify(folder: Path) -> dict[str, Any]:
+    kind: Any = transformers.Qwen3ForSequenceClassification
+    return train(folder, model=kind(hugging_face("qwen3", torch.float32).config))
+
+
+def two_trainers(folder: Path) -> dict[str, Any]:
+    """Create a trainer of other data before another one trains."""
+    later = trainer_of(folder, lengths=LENGTHS[:20])
+    found = train(folder)
+    later.train()
+    return found
+
+
 class CtrlC(TrainerCallback):
     """Ctrl-C that reaches rank 1 alone, in the second step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGINT)
+
+
+class InOrder(Trainer):
+    """Visits the rows in the data's order by a sampler of its own."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return list(range(len(self.train_dataset)))  # type: ignore[arg-type]
 
 
 class Growing(torch.utils.data.Dataset[Any]):
@@ -271,8 +310,20 @@ CASES: Cases = {
     "max_steps": (ITERATION, lambda folder: train(folder, max_steps=2)),
     "unplanned": (UNPLANNED[0], train),
     "repeated": (UNPLANNED[0], train),
+    "unplanned, in an order of its own": ("unplanned-ordered.parquet", lambda folder: train(folder, kind=InOrder)),
+    "counted": (
+        "unplanned-counted.parquet",
+        lambda folder: train(
+            folder,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=GLOBAL_BATCH // 4,
+            include_num_input_tokens_seen="non_padding",
+        ),
+    ),
     "unplanned, read by workers": (UNPLANNED[3], lambda folder: train(folder, dataloader_num_workers=1)),
     "unplanned, cut by the collator": (UNPLANNED[1], lambda folder: train(folder, collator=collate_cut)),
+    "split batches": ("unplanned-split.parquet", partial(split, dispatch_batches=False)),
+    "split and dispatched batches": ("unplanned-dispatched.parquet", partial(split, dispatch_batches=True)),
     "fsdp": (WAVES, partial(sharded, reshards=True)),
     "fsdp, resumed": (
         WAVES,
@@ -292,6 +343,8 @@ REFUSALS: Cases = {
     "longer row": (ITERATION, lambda folder: train(folder, lengths=(*LENGTHS[:20], LENGTHS[20] + 1, *LENGTHS[21:]))),
     "other data on rank 1": (UNPLANNED[2], other_rows_on_rank_1),
     "second trainer": (UNPLANNED[0], lambda folder: train(folder, lengths=LENGTHS[:20])),
+    "second trainer, made before": ("unplanned-two.parquet", two_trainers),
+    "sequence classification": ("unplanned-class.parquet", classify),
     "changing rows": ("unplanned-growing.parquet", growing),
     "grouped": (ITERATION, lambda folder: train(folder, train_sampling_strategy="group_by_length")),
 }
