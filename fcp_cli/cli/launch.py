@@ -379,7 +379,7 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     outcome, progress = _run_watched(job, owned, node_rank, json=json)
     stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
     if stopped_by is not None:
-        stopped = Interrupted(_stop_message(job, resume_command(job)))
+        stopped = Interrupted(_stop_message(job, resume_command(job), status=outcome.status))
         stopped.exit_status = 128 + stopped_by  # like a shell for a program ended by that signal
         raise stopped
     if outcome.failure is not None and is_full(job.run_dir):
@@ -472,23 +472,27 @@ def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
     return outcome.stopped_by if outcome.status else None
 
 
-def _stop_message(job: Job, resume: str) -> str:
+def _stop_message(job: Job, resume: str, *, status: int) -> str:
     from fcp_cli.runs.checkpoints import PREFIX, checkpoints
 
     if job.settings is None:
-        return _script_stop_message(job)
+        return _script_stop_message(job, status)
     saved = checkpoints(job.paths.checkpoints)
     if not saved:
         return "interrupted before the first checkpoint; only the metrics were kept"
     step = int(saved[-1].name.removeprefix(PREFIX))
+    if step == (job.settings.steps or job.metadata.end_step):
+        return f"interrupted after the last of {counted(step, 'step')}, which are saved: nothing is left to resume"
     return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
 
 
-def _script_stop_message(job: Job) -> str:
+def _script_stop_message(job: Job, status: int) -> str:
     from fcp_cli.launching.commands import again_command
     from fcp_cli.runs.run_dir import from_here, read_stopped
 
     stopped = read_stopped(job.run_dir)
+    if stopped is None and status == 0:
+        return f"interrupted; the script ended by itself; continue from its own checkpoint with: {again_command(job)}"
     if stopped is None:
         return f"interrupted; fcp found no checkpoint of the script; start again with: {again_command(job)}"
     steps, folder = counted(stopped.step, "step"), from_here(Path(stopped.checkpoint))

@@ -188,10 +188,13 @@ def test_a_stop_file_stops_the_job_as_sigterm_does(
     monkeypatch.setenv("FCP_STOP_FILE", str(stop_file))
     words = ["--node-rank=1", f"--log-dir={tmp_path / 'logs'}", "--", sys.executable, "-c"]
     # The command stands for a launcher with one rank, which makes the file itself and then ends its step when asked.
-    rank = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); time.sleep(600)"
+    rank = (
+        "import signal, sys, time; from fcp_cli.util.processes import STOP;"
+        "signal.signal(STOP, lambda *_: sys.exit(130)); time.sleep(600)"
+    )
     launcher = (
         f"import pathlib, subprocess, sys; rank = subprocess.Popen([sys.executable, '-c', {rank!r}]);"
-        f"import time; time.sleep(1); pathlib.Path({str(stop_file)!r}).touch(); sys.exit(rank.wait())"
+        f"import time; time.sleep(3); pathlib.Path({str(stop_file)!r}).touch(); sys.exit(rank.wait())"
     )
     assert node.main([*words, launcher]) == 128 + signal.SIGTERM
     assert capfd.readouterr().err == (

@@ -27,6 +27,7 @@ _REFUSALS = {
     "grouped": "the script groups rows by group_by_length, but a plan balances the steps itself; remove it",
 }
 _REMAINING = (
+    "stopped by SIGINT",
     "accumulation",
     "ddp waves",
     "masked",
