@@ -268,12 +268,18 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
         sys.stdout.write("" if options.json else "".join(headed))
     elif output is not None:
         _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()})
-        note(f"start the job with: {shlex.join(start_command(target, job, output))}")
+        _note_start(start_command(target, job, output), resume=options.resume)
     elif owned is not None:
-        answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned)}
+        answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned, options.resume)}
     if options.json:
         texts = [{"name": name, "text": text} for name, text in files.items()]
         print_json({**asdict(record), "files": texts, **answer})
+
+
+def _note_start(command: tuple[str, ...], *, resume: bool) -> None:
+    if resume and command[:2] == ("kubectl", "apply"):  # which would leave the ended job of that name as it is
+        command = ("kubectl", "replace", "--force", *command[2:])
+    note(f"start the job with: {shlex.join(command)}")
 
 
 def _write(folder: Path, files: Mapping[str, str], *, overwrite: bool = False) -> None:
@@ -289,6 +295,7 @@ def _start(
     files: Mapping[str, str],
     record: LaunchRecord,
     owned: Ownership,
+    resume: bool,
 ) -> str:
     """Write the files to the run directory and submit to Slurm; return sbatch's output, "" for other targets."""
     from fcp_cli.launching.preflight import check_run_dir
@@ -304,7 +311,7 @@ def _start(
     job.paths.logs.mkdir(exist_ok=True)
     _write(job.run_dir, files, overwrite=True)  # may only replace files of this run's earlier start
     if not is_slurm:
-        note(f"start the job with: {shlex.join(command)}")
+        _note_start(command, resume=resume)
         return ""
     owned.release()
     answer = submit(command)

@@ -7,6 +7,7 @@ plan, an unknown model) raise earlier, some of them in `preflight`.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.launching import memory_check, software
 from fcp_cli.launching.commands import path_of_python
 from fcp_cli.launching.environment import COMMUNICATORS, HCCL_BUFFERS, HCCL_PORTS
-from fcp_cli.launching.job import THIS_MACHINE, Job, planned_cluster
+from fcp_cli.launching.job import LEAD_SECONDS, THIS_MACHINE, Job, planned_cluster
 from fcp_cli.launching.memory_check import job_memory
 from fcp_cli.launching.software import error, number, warning
 from fcp_cli.memory.items import RESERVE_FRACTION
@@ -338,7 +339,25 @@ def slurm_nodes(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
+def time_to_stop(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Check that a stopped job has the time to end its longest step and to write a checkpoint."""
+    needed = job.needed_grace_seconds
+    if job.grace_seconds < needed:
+        yield warning(
+            f"--grace {job.grace_seconds} is less than the {needed} s that the plan's longest step and a checkpoint "
+            "may take: a stop would lose the steps since the last checkpoint; leave --grace to fcp"
+        )
+    for option in job.values.get("sbatch_options", ()):
+        lead = re.fullmatch(r"--signal[= ]\S*@(\d+)", option)
+        if lead is not None and int(lead[1]) < job.grace_seconds + LEAD_SECONDS:
+            yield warning(
+                f"--sbatch-option={option} is less than the {job.grace_seconds} s that the ranks may take to save, and "
+                f"{LEAD_SECONDS} s to end: give at least @{job.grace_seconds + LEAD_SECONDS}"
+            )
+
+
 CHECKS = (
+    time_to_stop,
     master_address,
     master_port,
     hccl_ports,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
 from fcp_cli.launching.request import LOCAL, Launcher, NumaBinding
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
+from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import PLANNING_VARIABLE, ManifestReference, OnlineSettings, PlanMetadata, PlanningWish, Sync
 from fcp_cli.plan.replan_command import plan_again
 from fcp_cli.runs.run_dir import RunPaths
@@ -40,6 +42,13 @@ ADDRESS_TO_FILL_IN = "NODE0_ADDRESS"
 """Placeholder for an address that only the reader of a printed command knows."""
 
 _BFLOAT16_BYTES = 2
+# Time to stop: the longest step, which may take longer than planned, and a checkpoint of weights and optimizer.
+_LEAST_GRACE_SECONDS = 45
+_SLACK = 1.5
+_CHECKPOINT_BYTES_PER_PARAMETER = 14
+_SAVED_BYTES_PER_SECOND = 1e9  # of a node, to storage that others also write to
+LEAD_SECONDS = 20
+"""Time of a scheduler beyond the grace time of the ranks: to end the launcher, and to report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +129,7 @@ class Job:
     rank_timeout_seconds: int | None = None
     attention_kernel: KernelChoice = "auto"
     numa_binding: NumaBinding | None = None
-    grace_seconds: int = 45
+    grace_seconds: int = _LEAST_GRACE_SECONDS
     log_dir: Path | None = None
     python: str = sys.executable
     launcher: Launcher = "torchrun"
@@ -173,6 +182,18 @@ class Job:
                 sizes = spec.hop_elements(self.metadata.tensor_parallel)
                 return sizes * _BFLOAT16_BYTES * self.metadata.tokens_per_rank
         return None
+
+    @property
+    def needed_grace_seconds(self) -> int:
+        """Time to end the plan's longest step and to write a checkpoint; without a plan or a model, the known part."""
+        longest, parameters = 0.0, self.parameters
+        with suppress(PlanError):
+            longest = float(PlanReader(self.plan).predicted_seconds()[1].max(initial=0.0))
+        with suppress(ProfileError):
+            name = self.model or (self.profile.model if self.profile is not None else None)
+            parameters = load_model(name).parameters if name is not None else parameters
+        saving = parameters * _CHECKPOINT_BYTES_PER_PARAMETER / (_SAVED_BYTES_PER_SECOND * self.num_nodes)
+        return max(_LEAST_GRACE_SECONDS, math.ceil(_SLACK * longest + saving))
 
     def job_environment(self) -> dict[str, str]:
         """Return the variables that the job adds to the inherited environment."""

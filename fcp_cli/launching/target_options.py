@@ -169,6 +169,7 @@ def option_values(request: ClusterOptions, target: Target, job: Job, assumed: As
         "forwarded": _forwarded(request, target, job),
         "sbatch_options": [_option_of("sbatch", text) for text in request.sbatch_option],
         "srun_options": [_option_of("srun", text) for text in request.srun_option],
+        "max_restarts": request.max_restarts,
         "accelerator": _accelerator(job, assumed),
         "image": request.image or "",
         "mounts": _mounts(request, job, assumed) if "mount" in target.options else [],

@@ -24,7 +24,7 @@ from fcp_cli import __version__
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import job
 from fcp_cli.launching.commands import node_argv, node_environment
-from fcp_cli.launching.job import Job, variable
+from fcp_cli.launching.job import LEAD_SECONDS, Job, variable
 from fcp_cli.launching.request import LOCAL
 from fcp_cli.runs.run_dir import RunPaths
 from fcp_cli.util.files import replaced_atomically, shipped
@@ -64,7 +64,7 @@ class Target:
     start: Callable[[Path], tuple[str, ...]]
 
 
-_OF_CONTAINERS = frozenset({"image", "mount"})
+_OF_CONTAINERS = frozenset({"image", "mount", "max_restarts"})
 
 
 def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job], NodeFacts]:
@@ -109,7 +109,7 @@ TARGETS = {
     ),
     "slurm": Target(
         template="job.sbatch",
-        options=frozenset({"sbatch_option", "srun_option", "setup"}),
+        options=frozenset({"sbatch_option", "srun_option", "setup", "max_restarts"}),
         node=_node("SLURM_NODEID", variable("MASTER_ADDR"), log=variable("STARTED")),
         start=lambda folder: ("sbatch", str(folder / "job.sbatch")),
     ),
@@ -117,7 +117,7 @@ TARGETS = {
     "trainjob": _on_kubernetes("trainjob.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
     "skypilot": Target(
         template="skypilot.yaml",
-        options=frozenset({"image", "setup"}),
+        options=frozenset({"image", "setup", "max_restarts"}),
         node=_node("SKYPILOT_NODE_RANK", variable("MASTER_ADDR")),
         start=lambda folder: ("sky", "launch", str(folder / "skypilot.yaml")),
     ),
@@ -323,6 +323,7 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
     job = replace(job, master_addr=node.master_addr, log_dir=log_dir)
     command = [
         *(job.python, "-m", "fcp_cli.launching.node", f"--node-rank={node.rank}", f"--log-dir={log_dir}"),
+        f"--grace={job.grace_seconds}",
         *(f"--interface-for={variable.name}" for variable in job.variables if not variable.value),
         *((f"--master-addr={node.master_addr}", f"--master-port={job.master_port}") if job.num_nodes > 1 else ()),
         *(() if job.output is None else (f"--record={RunPaths(run_dir=job.output).launch}",)),
@@ -339,6 +340,7 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
         "run_dir": str(job.run_dir),
         "directory": str(job.directory),
         "master_port": job.master_port,
+        "stop_seconds": job.grace_seconds + LEAD_SECONDS,
         "environment": {name: ready(value) for name, value in node_environment(job).items()},
         "command": [ready(word) for word in command],
         "hosts": list(job.hosts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import signal
@@ -10,8 +11,10 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
@@ -22,6 +25,7 @@ from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.supervise import JobOutcome
 from fcp_cli.launching.target_options import choose_target, for_cluster, read_hostfile, split_variables
 from fcp_cli.launching.targets import TARGETS, job_files, job_name, submit, template_values, write_files, yaml_scalar
+from fcp_cli.runs import owner
 from fcp_cli.util.console import Assumptions
 from tests.launching.cluster_jobs import FakeCluster, allocation, cluster_job
 
@@ -202,31 +206,84 @@ def test_a_stop_file_stops_the_job_as_sigterm_does(
     )
 
 
-@pytest.mark.parametrize(
-    ("restarts", "command", "resumes"),
-    [
-        (None, ["-m", "fcp_cli.training.train"], False),
-        ("0", ["-m", "fcp_cli.training.train"], False),
-        ("2", ["-m", "fcp_cli.training.train"], True),
-        ("2", ["-m", "fcp_cli.training.train", "--resume"], False),
-        ("2", ["train.py"], False),
-    ],
-)
-def test_a_job_that_slurm_starts_again_resumes_the_bundled_trainer(
-    restarts: str | None, command: list[str], resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Pods:
+    """Pods of a JobSet, one process after the other: each start of a node notes the command that it would run."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run_dir, self._set = run_dir, monkeypatch.setenv
+        self._started: list[list[str]] = []
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        monkeypatch.setenv("FCP_RUN_DIR", str(run_dir))
+        monkeypatch.setenv("FCP_PLAN", str(run_dir / "plan.parquet"))
+        monkeypatch.setattr(node, "write_record", lambda *_: None)
+        monkeypatch.setattr(node, "PlanReader", lambda _: SimpleNamespace(metadata=None))
+        monkeypatch.setattr(node, "run_command", self._run)
+        monkeypatch.setattr(owner, "_SETTLE_SECONDS", 0.0)
+
+    def _run(self, argv: list[str], **_: object) -> JobOutcome:
+        self._started.append(list(argv))
+        (self._run_dir / "metrics.jsonl").touch()  # rank 0's, once all nodes have met
+        return JobOutcome(status=1, stopped_by=signal.SIGTERM, failure=None)
+
+    def resumes(self, job: str, rank: int, *command: str, name: str = "FCP_JOB") -> bool:
+        """Start a node of a job; return whether its trainer is to resume."""
+        self._set(name, job)
+        words = [f"--node-rank={rank}", f"--log-dir={self._run_dir}", "--", *command]
+        assert node.main(words) == 128 + signal.SIGTERM
+        assert self._started[-1] in ([*command], [*command, "--resume"])
+        return len(self._started[-1]) > len(command)
+
+
+@pytest.mark.parametrize("name", ["FCP_JOB", "SLURM_JOB_ID"])
+def test_a_job_that_the_cluster_starts_again_resumes_on_every_node_and_another_job_does_not(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[list[str]] = []
-    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    if restarts is not None:
-        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    pods, trainer = Pods(tmp_path, monkeypatch), ("-m", "fcp_cli.training.train")
+    assert not pods.resumes("7", 0, *trainer, name=name)
+    assert pods.resumes("7", 1, *trainer, name=name)
+    assert pods.resumes("7", 0, *trainer, name=name)
+    assert not pods.resumes("7", 0, "train.py", name=name)  # it looks for its own checkpoint
+    assert not pods.resumes("8", 0, *trainer, name=name)  # the trainer itself refuses the run that is there
 
-    def run(argv: list[str], **_: object) -> JobOutcome:
-        started.append(list(argv))
-        return JobOutcome(status=0, stopped_by=None, failure=None)
 
-    monkeypatch.setattr(node, "run_command", run)
-    assert node.main(["--node-rank=1", f"--log-dir={tmp_path}", "--", *command]) == 0
-    assert started == [[*command, "--resume"] if resumes else command]
+def test_nodes_of_a_first_start_do_not_resume_whichever_starts_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods = Pods(tmp_path, monkeypatch)
+    monkeypatch.setattr(Path, "touch", lambda *_: None)  # the nodes have not met
+    assert not pods.resumes("7", 0, "-m", "fcp_cli.training.train")
+    assert not pods.resumes("7", 1, "-m", "fcp_cli.training.train")
+
+
+def test_the_time_to_stop_is_the_plans_longest_step_and_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = SimpleNamespace(predicted_seconds=lambda: (np.arange(2), np.array([12.0, 53.0])))
+    monkeypatch.setattr("fcp_cli.launching.job.PlanReader", lambda path: reader)
+    made = cluster_job()  # two nodes save 8.19e9 parameters
+    assert made.needed_grace_seconds == math.ceil(1.5 * 53 + 8_190_735_360 * 14 / 2e9)
+    made = replace(made, grace_seconds=made.needed_grace_seconds)
+    script = job_files(TARGETS["slurm"], made)["job.sbatch"]
+    assert f"#SBATCH --signal=B:TERM@{made.grace_seconds + 20}\n" in script
+    assert f"--grace={made.grace_seconds} " in script
+    for name in ("trainjob", "jobset"):
+        (text,) = job_files(TARGETS[name], made).values()
+        assert f"terminationGracePeriodSeconds: {made.grace_seconds + 20}\n" in text
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("restarts", "requeued"), [("", True), ("1", True), ("2", False)])
+def test_a_job_stopped_at_its_time_limit_goes_back_into_the_queue_as_often_as_the_user_allows(
+    tmp_path: Path, restarts: str, requeued: bool
+) -> None:
+    cluster = FakeCluster(tmp_path)
+    cluster.add("srun", "kill -TERM $PPID; sleep 1; exit 143")  # Slurm's signal; then the ranks have saved
+    cluster.add("scontrol", f'case $1 in show) echo localhost;; requeue) echo "$2" > {tmp_path}/requeued;; esac')
+    made = replace(cluster_job(), target="slurm", directory=tmp_path, run_dir=tmp_path / "run")
+    made = replace(made, values={**made.values, "setup": (), "max_restarts": 2})
+    script = tmp_path / "job.sbatch"
+    script.write_text(job_files(TARGETS["slurm"], made)[script.name])
+    done = cluster.run("bash", str(script), **allocation(2), SLURM_RESTART_COUNT=restarts)
+    assert done.returncode == 143, done.stderr
+    assert (tmp_path / "requeued").exists() == requeued
 
 
 def test_a_name_of_node_0_that_does_not_resolve_is_one_line_within_seconds(
