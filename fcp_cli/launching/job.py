@@ -284,7 +284,7 @@ def planned_nodes(metadata: PlanMetadata) -> int:
     if nodes_per_stage > 1:
         return nodes_per_stage * metadata.pipeline_parallel
     stage_processes = metadata.num_ranks * metadata.tensor_parallel
-    stages_per_node = max(1, (_devices_per_node(metadata) or metadata.num_devices) // stage_processes)
+    stages_per_node = max(1, (devices_per_node(metadata) or metadata.num_devices) // stage_processes)
     return -(-metadata.pipeline_parallel // stages_per_node)
 
 
@@ -302,7 +302,7 @@ def planned_cluster(metadata: PlanMetadata) -> str:
     return str(planned_profile(metadata).get("cluster") or "")
 
 
-def _devices_per_node(metadata: PlanMetadata) -> int | None:
+def devices_per_node(metadata: PlanMetadata) -> int | None:
     """Return the devices per node of the plan's cluster; None if it is unknown or is this machine."""
     try:
         cluster = load_cluster(planned_cluster(metadata))
@@ -336,6 +336,14 @@ def place(
     if nodes < 1 or processes % nodes:
         raise UsageError(f"--nodes is {nodes}, which does not divide the {processes} processes of {plan}")
     per_node = processes // nodes
+    devices = (
+        None if must_fit or nodes == planned_nodes(metadata) or machine.device == "cpu" else devices_per_node(metadata)
+    )
+    if devices is not None and per_node > devices:
+        raise UsageError(
+            f"--nodes {nodes} puts {per_node} processes on a node, but {plan} is for {planned_cluster(metadata)}, whose "
+            f"nodes have {devices} devices; give --nodes {planned_nodes(metadata)}, or plan for fewer ranks"
+        )
     if must_fit and per_node > machine.most_ranks:
         raise RunError(_too_many(plan, metadata, machine, per_node, nodes, model))
     return nodes, per_node

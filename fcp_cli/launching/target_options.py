@@ -6,15 +6,17 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.job import THIS_MACHINE, Job, planned_cluster
+from fcp_cli.launching.job import THIS_MACHINE, Job, devices_per_node, planned_cluster
 from fcp_cli.launching.request import LOCAL, ClusterOptions
 from fcp_cli.launching.targets import ALSO_CALLED, TARGETS, Target, job_name, target_of
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.util.console import Assumptions, note
+from fcp_cli.util.files import shipped
 from fcp_cli.util.inputs import read_text
 from fcp_cli.util.machine import UNKNOWN_MACHINE, LocalDevices
 from fcp_cli.util.network import is_host, is_loopback
@@ -119,8 +121,13 @@ def cluster_machine(
         find_machine: detects this machine; called only if the plan was made for it.
         assumed: records the choices.
     """
+    cluster = planned_cluster(metadata)
+    if device in ("cuda", "npu") and devices_per_node(metadata) and device != (kind := _device_kind(cluster)):
+        raise UsageError(
+            f"--device {device} contradicts the plan, which is for {cluster} (--device {kind}); plan for the cluster "
+            "that the job runs on"
+        )
     if device == "auto":
-        cluster = planned_cluster(metadata)
         device = find_machine().device if cluster == THIS_MACHINE else _device_kind(cluster)
         assumed.assume("--device", device, f"the plan's cost profile is of {cluster or 'an unknown cluster'}")
     return replace(UNKNOWN_MACHINE, device=device)
@@ -167,7 +174,7 @@ def option_values(request: ClusterOptions, target: Target, job: Job, assumed: As
     return {
         "setup": request.setup,
         "forwarded": _forwarded(request, target, job),
-        "sbatch_options": [_option_of("sbatch", text) for text in request.sbatch_option],
+        "sbatch_options": [_sbatch_option(text, job) for text in request.sbatch_option],
         "srun_options": [_option_of("srun", text) for text in request.srun_option],
         "max_restarts": request.max_restarts,
         "accelerator": _accelerator(job, assumed),
@@ -201,6 +208,22 @@ def _option_of(program: str, text: str) -> str:
         raise UsageError(
             f"--{program}-option {text!r} is not one option of {program}; give it as --{program}-option={example}"
         )
+    return option
+
+
+def _sbatch_option(text: str, job: Job) -> str:
+    """Return an option of sbatch; raise UsageError if it contradicts the job, or is misspelt."""
+    option = _option_of("sbatch", text)
+    name, value = re.fullmatch(r"(--[^= ]*|-.)[= ]?(.*)", option, re.DOTALL).groups()  # type: ignore[union-attr]
+    fixed = {"--nodes": job.num_nodes, "-N": job.num_nodes, "--ntasks-per-node": 1}.get(name)
+    if fixed is not None and value != str(fixed):
+        raise UsageError(
+            f"--sbatch-option={option} contradicts the job, whose script needs {name} {fixed}; "
+            f"{'remove it' if name == '--ntasks-per-node' else f'remove it, or give --nodes {value} to fcp launch'}"
+        )
+    known = [f"--{one}" for one in (shipped("launchers") / "sbatch_options.txt").read_text(encoding="ascii").split()]
+    if name.startswith("--") and name not in known and (near := get_close_matches(name, known, 1, cutoff=0.85)):
+        raise UsageError(f"sbatch has no option {name}; did you mean {near[0]!r}?")  # else a plug-in's
     return option
 
 

@@ -21,13 +21,24 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
 from fcp_cli.launching.commands import launch_record
+from fcp_cli.launching.job import place
 from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.supervise import JobOutcome
-from fcp_cli.launching.target_options import choose_target, for_cluster, read_hostfile, split_variables
+from fcp_cli.launching.target_options import (
+    choose_target,
+    cluster_machine,
+    for_cluster,
+    option_values,
+    read_hostfile,
+    split_variables,
+)
 from fcp_cli.launching.targets import TARGETS, job_files, job_name, submit, template_values, write_files, yaml_scalar
+from fcp_cli.models.cluster import shipped_profile
 from fcp_cli.runs import owner
 from fcp_cli.util.console import Assumptions
+from fcp_cli.util.machine import UNKNOWN_MACHINE
 from tests.launching.cluster_jobs import FakeCluster, allocation, cluster_job
+from tests.launching.jobs import CPU, plan_metadata
 
 
 def test_the_options_tell_the_target() -> None:
@@ -203,6 +214,53 @@ def test_a_stop_file_stops_the_job_as_sigterm_does(
     assert node.main([*words, launcher]) == 128 + signal.SIGTERM
     assert capfd.readouterr().err == (
         "stopping at the end of this step; press Ctrl-C again to stop at once\nerror: stopped by SIGTERM\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            "--nodes=16",
+            "--sbatch-option=--nodes=16 contradicts the job, whose script needs --nodes 2; remove it, or give --nodes 16 to "
+            "fcp launch",
+        ),
+        (
+            "-N1",
+            "--sbatch-option=-N1 contradicts the job, whose script needs -N 2; remove it, or give --nodes 1 to fcp launch",
+        ),
+        (
+            "--ntasks-per-node 8",
+            "--sbatch-option=--ntasks-per-node 8 contradicts the job, whose script needs --ntasks-per-node 1; remove it",
+        ),
+        ("--partiton=gpu", "sbatch has no option --partiton; did you mean '--partition'?"),
+    ],
+)
+def test_an_option_of_sbatch_that_contradicts_the_job_is_refused_before_the_queue(option: str, message: str) -> None:
+    made = cluster_job()
+    with pytest.raises(UsageError) as error:
+        option_values(ClusterOptions(sbatch_option=(option,)), TARGETS["slurm"], made, Assumptions())
+    assert str(error.value) == message
+    taken = ("--nodes=2", "-N 2", "--site-plugin=1", "-p gpu", "--mem-per-gpu 4G")  # a plugin of the site is no mistake
+    values = option_values(ClusterOptions(sbatch_option=taken), TARGETS["slurm"], made, Assumptions())
+    assert values["sbatch_options"] == list(taken)
+
+
+def test_nodes_and_devices_that_the_planned_cluster_does_not_have_are_refused(tmp_path: Path) -> None:
+    profile = shipped_profile("qwen3-8b").text.replace("cluster: example-8x8", "cluster: h100-8x8")
+    planned = plan_metadata(num_ranks=64, cost_profile=profile)
+    plan = tmp_path / "plan.parquet"
+    with pytest.raises(UsageError) as error:
+        place(plan, planned, UNKNOWN_MACHINE, nodes=2, must_fit=False)
+    assert str(error.value) == (
+        f"--nodes 2 puts 32 processes on a node, but {plan} is for h100-8x8, whose nodes have 8 devices; give --nodes 8, "
+        "or plan for fewer ranks"
+    )
+    assert place(plan, planned, UNKNOWN_MACHINE, nodes=16, must_fit=False) == (16, 4)
+    with pytest.raises(UsageError) as error:
+        cluster_machine("npu", planned, lambda: CPU, Assumptions())
+    assert str(error.value) == (
+        "--device npu contradicts the plan, which is for h100-8x8 (--device cuda); plan for the cluster that the job runs on"
     )
 
 
