@@ -341,8 +341,8 @@ def place(
     )
     if devices is not None and per_node > devices:
         raise UsageError(
-            f"--nodes {nodes} puts {per_node} processes on a node, but {plan} is for {planned_cluster(metadata)}, whose "
-            f"nodes have {devices} devices; give --nodes {planned_nodes(metadata)}, or plan for fewer ranks"
+            f"--nodes {nodes} puts {per_node} processes on a node, but {plan} is for {planned_cluster(metadata)}, "
+            f"whose nodes have {devices} devices; give --nodes {planned_nodes(metadata)}, or plan for fewer ranks"
         )
     if must_fit and per_node > machine.most_ranks:
         raise RunError(_too_many(plan, metadata, machine, per_node, nodes, model))
