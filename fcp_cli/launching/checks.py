@@ -270,29 +270,6 @@ def hccl_ports(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def hosts(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Check that the host list has no duplicates, contains this node, and starts with node 0."""
-    if not job.hosts:
-        return
-    twice = next((host for host in job.hosts if job.hosts.count(host) > 1), None)
-    if twice is not None:
-        yield error(f"{twice} is listed {job.hosts.count(twice)} times among the hosts; name each node once")
-    if len(job.hosts) != job.num_nodes:
-        yield error(f"{len(job.hosts)} hosts are listed for {job.num_nodes} nodes; list each node once")
-    if job.master_addr and job.master_addr != job.hosts[0]:
-        yield error(
-            f"--master-addr {job.master_addr} is not the first of the hosts, {job.hosts[0]}; remove --master-addr, "
-            "or list node 0 first"
-        )
-    if job.node_rank is not None and not facts.hosts_here:
-        yield error(f"this machine, {facts.host}, is none of the hosts ({', '.join(job.hosts)}); list its address")
-    elif job.node_rank is not None and job.node_rank not in facts.hosts_here:
-        yield error(
-            f"--node-rank is {job.node_rank}, but this machine, {facts.host}, is host {facts.hosts_here[0]} of the "
-            f"list; give --node-rank {facts.hosts_here[0]}"
-        )
-
-
 def interfaces(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that communication libraries use existing network interfaces that reach the other nodes."""
     if job.num_nodes == 1 or job.node_rank is None:
@@ -361,7 +338,6 @@ CHECKS = (
     master_address,
     master_port,
     hccl_ports,
-    hosts,
     interfaces,
     slurm_nodes,
     node_size,
@@ -379,7 +355,6 @@ CHECKS = (
     software.torch_versions,
     software.transformers_version,
     software.msrun,
-    software.pdsh,
     software.script_arguments,
     software.recipe_arguments,
 )
@@ -412,5 +387,4 @@ def collect_job_facts(job: Job) -> Facts:
         if looks_for_node_0
         else "",
         port_problem=next(filter(None, map(network.port_problem, ports)), "") if job.node_rank == 0 else "",
-        hosts_here=tuple(number for number, host in enumerate(job.hosts) if network.is_here(host)),
     )

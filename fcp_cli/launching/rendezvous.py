@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -62,25 +61,19 @@ class NodeRendezvous(RendezvousHandler):
         nodes: number of nodes.
         job: identity of the job, the same on all its nodes and no others.
         timeout_seconds: longest wait for the other nodes.
-        versions: of this node's software, by name; None: found here.
+
+    Attributes:
+        versions: of this node's software, by name.
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        node_rank: int,
-        nodes: int,
-        job: str,
-        timeout_seconds: float = _TIMEOUT_SECONDS,
-        versions: Mapping[str, str] | None = None,
+        self, host: str, port: int, *, node_rank: int, nodes: int, job: str, timeout_seconds: float = _TIMEOUT_SECONDS
     ) -> None:
         self._host, self._port = host, port
         self._node_rank, self._nodes = node_rank, nodes
         self._job = job
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._versions = versions
+        self.versions = _versions_here()
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
@@ -149,7 +142,7 @@ class NodeRendezvous(RendezvousHandler):
         return store
 
     def _met(self, store: Store) -> None:
-        store.set(f"fcp/versions/{self._node_rank}", json.dumps(self._versions or _versions_here()))
+        store.set(f"fcp/versions/{self._node_rank}", json.dumps(self.versions))
         if store.add(f"fcp/node/{self._node_rank}", 1) > 1:
             raise RendezvousError(f"another node has the number {self._node_rank}, too; give each its own --node-rank")
         others = [f"fcp/node/{node}" for node in range(self._nodes) if node != self._node_rank]
@@ -170,26 +163,25 @@ class NodeRendezvous(RendezvousHandler):
         """Compare the versions of all nodes, and record them."""
         versions = [json.loads(one) for one in store.multi_get([f"fcp/versions/{n}" for n in range(self._nodes)])]
         store.set(f"fcp/compared/{self._node_rank}", "")
-        names = sorted({name for one in versions for name in one}, key=lambda name: (name not in _EQUAL, name))
-        differences = [
-            f"node {node} has {name} {own.get(name, 'not at all')}, but node 0 {versions[0].get(name, 'not at all')}"
-            for name in names
+        differences = [  # (name, sentence), those that are refused first
+            (name, f"node {node} has {name} {own.get(name, 'not at all')}, but node 0 {versions[0][name]}")
+            for name in versions[0]
             for node, own in enumerate(versions)
-            if own.get(name) != versions[0].get(name)
+            if own.get(name) != versions[0][name]
         ]
         if self._node_rank == 0 and (run_dir := os.environ.get("FCP_RUN_DIR")):
             path = RunPaths(run_dir=Path(run_dir)).versions
             with suppress(RunError):  # a run directory of another fcp
                 document = {**read_object(path, error=RunError), "nodes": versions}
                 write_text_atomically(path, json.dumps(document, indent=2) + "\n")
-        if any(one.get(name) != versions[0].get(name) for one in versions for name in _EQUAL):
+        if differences and differences[0][0] in _EQUAL:
             if self._node_rank == 0:  # whose store the others still read
                 with suppress(RuntimeError):
                     wanted = [f"fcp/compared/{n}" for n in range(self._nodes)]
                     store.wait(wanted, timedelta(seconds=_ANSWER_SECONDS))
-            raise RendezvousError(f"{differences[0]}; install the same on all nodes")
+            raise RendezvousError(f"{differences[0][1]}; install the same on all nodes")
         if differences and self._node_rank == 0:
-            os.environ[DIFFERENCE_VARIABLE] = differences[0]  # rank 0 prints it: nobody reads torchrun's log
+            os.environ[DIFFERENCE_VARIABLE] = differences[0][1]  # rank 0 prints it: nobody reads torchrun's log
 
     def is_closed(self) -> bool:
         return False

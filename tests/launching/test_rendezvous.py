@@ -40,9 +40,9 @@ def listeners(port: int) -> set[str]:
 def node(
     number: int, port: int, *, job: str = "one", nodes: int = 2, seconds: float = PATIENCE_SECONDS, **versions: str
 ) -> NodeRendezvous:
-    return NodeRendezvous(
-        "127.0.0.1", port, node_rank=number, nodes=nodes, job=job, timeout_seconds=seconds, versions=versions or None
-    )
+    made = NodeRendezvous("127.0.0.1", port, node_rank=number, nodes=nodes, job=job, timeout_seconds=seconds)
+    made.versions = versions or made.versions
+    return made
 
 
 def test_the_store_of_a_job_on_one_machine_listens_on_loopback_alone() -> None:
