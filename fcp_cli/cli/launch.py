@@ -266,6 +266,8 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
         # A single file has no header, so that it can be piped into a file.
         headed = [f"# ---- {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
         sys.stdout.write("" if options.json else "".join(headed))
+        if job.target == "slurm":
+            note(f"to submit it by hand, write it with -o DIR: Slurm needs the folder of its log, {job.paths.logs}")
     elif output is not None:
         _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()})
         _note_start(start_command(target, job, output), resume=options.resume)
@@ -498,10 +500,11 @@ def _script_stop_message(job: Job, status: int) -> str:
     from fcp_cli.runs.run_dir import from_here, read_stopped
 
     stopped = read_stopped(job.run_dir)
-    if stopped is None and status == 0:
-        return f"interrupted; the script ended by itself; continue from its own checkpoint with: {again_command(job)}"
     if stopped is None:
-        return f"interrupted; fcp found no checkpoint of the script; start again with: {again_command(job)}"
+        found = (
+            "fcp found no checkpoint of the script; start again" if status else "the script ended by itself; continue"
+        )
+        return f"interrupted; {found} with: {again_command(job)}"
     steps, folder = counted(stopped.step, "step"), from_here(Path(stopped.checkpoint))
     return f"interrupted; {steps} saved in {folder}, continue with: {again_command(job)}"
 

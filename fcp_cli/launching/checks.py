@@ -318,18 +318,15 @@ def slurm_nodes(job: Job, facts: Facts) -> Iterator[Finding]:
 
 def time_to_stop(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that a stopped job has the time to end its longest step and to write a checkpoint."""
-    needed = job.needed_grace_seconds
-    if job.grace_seconds < needed:
-        yield warning(
-            f"--grace {job.grace_seconds} is less than the {needed} s that the plan's longest step and a checkpoint "
-            "may take: a stop would lose the steps since the last checkpoint; leave --grace to fcp"
-        )
+    given = [(f"--grace {job.grace_seconds}", job.grace_seconds, job.needed_grace_seconds)]
     for option in job.values.get("sbatch_options", ()):
         lead = re.fullmatch(r"--signal[= ]\S*@(\d+)", option)
-        if lead is not None and int(lead[1]) < job.grace_seconds + LEAD_SECONDS:
+        given += [(f"--sbatch-option={option}", int(lead[1]), job.grace_seconds + LEAD_SECONDS)] if lead else []
+    for option, seconds, needed in given:
+        if seconds < needed:
             yield warning(
-                f"--sbatch-option={option} is less than the {job.grace_seconds} s that the ranks may take to save, and "
-                f"{LEAD_SECONDS} s to end: give at least @{job.grace_seconds + LEAD_SECONDS}"
+                f"{option} is less than the {needed} s that the plan's longest step, a checkpoint and the job's end "
+                "may take: a stop would lose the steps since the last checkpoint; leave it out"
             )
 
 

@@ -42,11 +42,8 @@ ADDRESS_TO_FILL_IN = "NODE0_ADDRESS"
 """Placeholder for an address that only the reader of a printed command knows."""
 
 _BFLOAT16_BYTES = 2
-# Time to stop: the longest step, which may take longer than planned, and a checkpoint of weights and optimizer.
 _LEAST_GRACE_SECONDS = 45
-_SLACK = 1.5
-_CHECKPOINT_BYTES_PER_PARAMETER = 14
-_SAVED_BYTES_PER_SECOND = 1e9  # of a node, to storage that others also write to
+_SAVED_PARAMETERS_PER_SECOND = 1e9 / 14  # of a node: weights, masters and moments, to storage that others share
 LEAD_SECONDS = 20
 """Time of a scheduler beyond the grace time of the ranks: to end the launcher, and to report."""
 
@@ -185,15 +182,15 @@ class Job:
 
     @property
     def needed_grace_seconds(self) -> int:
-        """Time to end the plan's longest step and to write a checkpoint; without a plan or a model, the known part."""
+        """Time for the plan's longest step and half of it again, and for a checkpoint, as far as they are known."""
         longest, parameters = 0.0, self.parameters
         with suppress(PlanError):
             longest = float(PlanReader(self.plan).predicted_seconds()[1].max(initial=0.0))
         with suppress(ProfileError):
             name = self.model or (self.profile.model if self.profile is not None else None)
             parameters = load_model(name).parameters if name is not None else parameters
-        saving = parameters * _CHECKPOINT_BYTES_PER_PARAMETER / (_SAVED_BYTES_PER_SECOND * self.num_nodes)
-        return max(_LEAST_GRACE_SECONDS, math.ceil(_SLACK * longest + saving))
+        saving = parameters / (_SAVED_PARAMETERS_PER_SECOND * self.num_nodes)
+        return max(_LEAST_GRACE_SECONDS, math.ceil(1.5 * longest + saving))
 
     def job_environment(self) -> dict[str, str]:
         """Return the variables that the job adds to the inherited environment."""

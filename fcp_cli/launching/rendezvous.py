@@ -61,9 +61,6 @@ class NodeRendezvous(RendezvousHandler):
         nodes: number of nodes.
         job: identity of the job, the same on all its nodes and no others.
         timeout_seconds: longest wait for the other nodes.
-
-    Attributes:
-        versions: of this node's software, by name.
     """
 
     def __init__(

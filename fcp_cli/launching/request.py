@@ -56,11 +56,7 @@ class ClusterOptions:
     ] = ()
     max_restarts: Annotated[
         int,
-        Opt(
-            "Times that the cluster starts the job again after a time limit or a failure; it resumes.",
-            min=0,
-            max=MOST_WAIT,
-        ),
+        Opt("Times that the cluster starts the job again after a time limit or a failure.", min=0, max=MOST_WAIT),
     ] = 0
     python: Annotated[str | None, Opt("Interpreter on the nodes.", metavar="PATH", unset="this one", trust="runs")] = (
         None

@@ -227,10 +227,7 @@ def _wait(
 _STOPPING: Final = {
     processes.STOP: "stopping at the end of this step",
     signal.SIGTERM: "the script handles SIGTERM, which was passed on to it",
-    signal.SIGINT: (
-        "interrupting the script within its step: it does not ask fcp.stopping(), so steps since its last checkpoint "
-        "are lost"
-    ),
+    signal.SIGINT: "interrupting the script: it never asks fcp.stopping(), so steps since its last checkpoint are lost",
 }
 
 

@@ -87,11 +87,6 @@ def stopping() -> bool:
 
     Call it after every optimizer step. It is True from the step on in which `fcp launch`, a scheduler or Ctrl-C asked
     any rank to stop. A script that never calls it is interrupted, without a checkpoint.
-
-        optimizer.step()
-        if fcp.stopping():
-            save(...)
-            break
     """
     import torch.distributed as dist
 

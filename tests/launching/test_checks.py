@@ -242,8 +242,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 FINDINGS = snapshot(
     {
         "node 0's address is loopback": "error: --master-addr localhost is another machine on each of 2 nodes; give node 0's address",
-        "less time than the longest step takes": "warning: --grace 20 is less than the 58 s that the plan's longest step and a checkpoint may take: a stop would lose the steps since the last checkpoint; leave --grace to fcp",
-        "Slurm's signal comes too late": "warning: --sbatch-option=--signal=B:TERM@120 is less than the 200 s that the ranks may take to save, and 20 s to end: give at least @220",
+        "less time than the longest step takes": "warning: --grace 20 is less than the 58 s that the plan's longest step, a checkpoint and the job's end may take: a stop would lose the steps since the last checkpoint; leave it out",
+        "Slurm's signal comes too late": "warning: --sbatch-option=--signal=B:TERM@120 is less than the 220 s that the plan's longest step, a checkpoint and the job's end may take: a stop would lose the steps since the last checkpoint; leave it out",
         "node 0's name resolves to loopback": "error: --master-addr node-a is 127.0.1.1 on node-a, which is another machine on each of 2 nodes; give node 0's address on the network between nodes",
         "node 0's name is unknown": "error: --master-addr nowhere is unknown on node-a; give an IP address, or a name that every node can resolve",
         "node 0 has another address": "warning: --master-addr 10.0.0.1 is no address of node-a, but --node-rank 0 makes this node 0; give this machine's address, or the right --node-rank",

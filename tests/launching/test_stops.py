@@ -76,17 +76,15 @@ def test_a_loop_that_asks_whether_to_stop_ends_its_step_on_all_ranks_and_saves(t
     assert status == 143
     assert "stopping at the end of this step; press Ctrl-C again to stop at once" in said
     assert int((tmp_path / "checkpoint").read_text()) >= 2
-    assert said[-1].startswith(
-        "error: interrupted; the script ended by itself; continue from its own checkpoint with: fcp"
-    )
+    assert said[-1].startswith("error: interrupted; the script ended by itself; continue with: fcp")
 
 
 def test_a_loop_that_never_asks_is_interrupted_and_told_how_to_save(tmp_path: Path) -> None:
     status, said = stopped(tmp_path, f"ASKS = False\n{LOOP}")
     assert status == 143
     assert (
-        "interrupting the script within its step: it does not ask fcp.stopping(), so steps since its last checkpoint "
-        "are lost; press Ctrl-C again to stop at once"
+        "interrupting the script: it never asks fcp.stopping(), so steps since its last checkpoint are lost; "
+        "press Ctrl-C again to stop at once"
     ) in said
     assert not (tmp_path / "checkpoint").exists()
     assert said[-1].startswith("error: interrupted; fcp found no checkpoint of the script; start again with: fcp")

@@ -21,6 +21,7 @@ from inline_snapshot import snapshot
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
 from fcp_cli.launching.commands import launch_record
+from fcp_cli.launching.environment import job_variables
 from fcp_cli.launching.job import place
 from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.supervise import JobOutcome
@@ -113,6 +114,47 @@ def test_a_mistake_in_a_template_is_one_line_with_its_number(tmp_path: Path, tex
     with pytest.raises(UsageError) as error:
         job_files(TARGETS["scripts"], cluster_job(), template=template)
     assert str(error.value) == f"{template}, {message}"
+
+
+@pytest.mark.parametrize(
+    ("base", "known"), [("job.sbatch.j2", "directives, setup"), ("trainjob.yaml.j2", "metadata, pod_spec")]
+)
+def test_a_block_that_the_extended_template_does_not_have_is_refused(tmp_path: Path, base: str, known: str) -> None:
+    site, team = tmp_path / "site.j2", tmp_path / "team.j2"
+    site.write_text(f'{{% extends "{base}" %}}\n{{% block setups %}}\nmodule load cuda\n{{% endblock %}}\n')
+    target = TARGETS["slurm" if "sbatch" in base else "trainjob"]
+    with pytest.raises(UsageError) as error:
+        job_files(target, cluster_job(), template=site)
+    assert str(error.value) == f"{site}: there is no block setups to replace, only {known}"
+    site.write_text(
+        f'{{% extends "{base}" %}}\n{{% block {known.split(", ")[1]} %}}{{% block own %}}{{% endblock %}}{{% endblock %}}\n'
+    )
+    team.write_text('{% extends "site.j2" %}\n{% block own %}\n# of the team\n{% endblock %}\n')
+    assert "# of the team" in next(iter(job_files(target, cluster_job(), template=team).values()))
+
+
+def test_the_image_of_a_slurm_job_is_pyxis_container_with_its_own_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/host")
+    made = replace(cluster_job(), target="slurm", plan=Path("/data/plan.parquet"))
+    made = replace(made, variables=job_variables(made, os.environ))
+    assert made.variables[-1].name == "LD_LIBRARY_PATH"
+    text = job_files(
+        TARGETS["slurm"], for_cluster(ClusterOptions(image="nvcr.io#nvidia/fcp:1"), made, None, Assumptions())
+    )["job.sbatch"]
+    assert (
+        " '--container-image=nvcr.io#nvidia/fcp:1' '--container-workdir=/shared/my code' '--container-mounts=/data:/data,"
+        "/shared/my code:/shared/my code,/shared/runs/qwen3-8b-001:/shared/runs/qwen3-8b-001' bash -c start_ranks_of_node"
+    ) in text
+    assert "    exec python -m fcp_cli.launching.node \\\n" in text
+    assert "/of/the/host" not in text
+    given = ClusterOptions(image="/images/fcp.sqsh", mount=("/shared:/shared:ro",))
+    assert option_values(given, TARGETS["slurm"], made, Assumptions())["srun_options"] == [
+        "--container-image=/images/fcp.sqsh",
+        "--container-workdir=/shared/my code",
+        "--container-mounts=/shared:/shared:ro",
+    ]
+    host = for_cluster(ClusterOptions(), made, None, Assumptions())
+    assert "/of/the/host" in job_files(TARGETS["slurm"], host)["job.sbatch"]
 
 
 def test_a_template_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -222,16 +264,15 @@ def test_a_stop_file_stops_the_job_as_sigterm_does(
     [
         (
             "--nodes=16",
-            "--sbatch-option=--nodes=16 contradicts the job, whose script needs --nodes 2; remove it, or give --nodes 16 to "
-            "fcp launch",
+            "--sbatch-option=--nodes=16 contradicts the job, which needs --nodes 2; see --nodes",
         ),
         (
             "-N1",
-            "--sbatch-option=-N1 contradicts the job, whose script needs -N 2; remove it, or give --nodes 1 to fcp launch",
+            "--sbatch-option=-N1 contradicts the job, which needs -N 2; see --nodes",
         ),
         (
             "--ntasks-per-node 8",
-            "--sbatch-option=--ntasks-per-node 8 contradicts the job, whose script needs --ntasks-per-node 1; remove it",
+            "--sbatch-option=--ntasks-per-node 8 contradicts the job, which needs --ntasks-per-node 1; see --nodes",
         ),
         ("--partiton=gpu", "sbatch has no option --partiton; did you mean '--partition'?"),
     ],

@@ -279,11 +279,7 @@ class Follower:
 
 
 def loop_settings(forward_step: Any) -> Any:
-    """Return the object with the `exit_interval` that the script's training loop reads after each step.
-
-    It is the arguments of Megatron-LM, also under MindSpeed-LLM, or Megatron-Bridge's `TrainingConfig`, which comes
-    with the state that Bridge binds to the forward step. None in a loop of the script's own, which asks `stopping`.
-    """
+    """Return Megatron-Bridge's or Megatron-LM's settings, whose `exit_interval` is read after each step, or None."""
     for bound in getattr(forward_step, "args", ()):
         found = getattr(getattr(bound, "cfg", None), "train", None)
         if hasattr(found, "exit_interval"):
