@@ -201,7 +201,7 @@ def _show_findings(findings: list[Finding], *, starts: bool = True) -> None:
     """Print the findings; errors are printed as warnings if nothing is launched."""
     for finding in findings:
         if finding.severity == "error" and not starts:
-            note(f"warning: a launch from this machine would fail: {finding.message}")
+            note(f"warning: a launch would fail: {finding.message}")
         elif finding.severity == "error":
             print_error(finding.message)
         else:
@@ -394,6 +394,8 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     if outcome.failure is not None and is_full(job.run_dir):
         raise RunError(full_disk_line(job.run_dir, resume_command(job) if job.is_bundled else ""))
     if outcome.failure is not None:
+        if job.is_bundled and not node_rank:
+            note(_stop_message(job, resume_command(job), status=1).replace("interrupted", "failed", 1))
         _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
     _report_end(job, progress.summary, json=json)
 
@@ -501,10 +503,8 @@ def _script_stop_message(job: Job, status: int) -> str:
 
     stopped = read_stopped(job.run_dir)
     if stopped is None:
-        found = (
-            "fcp found no checkpoint of the script; start again" if status else "the script ended by itself; continue"
-        )
-        return f"interrupted; {found} with: {again_command(job)}"
+        so = ("the script ended by itself; continue", "fcp found no checkpoint of the script; start again")[status != 0]
+        return f"interrupted; {so} with: {again_command(job)}"
     steps, folder = counted(stopped.step, "step"), from_here(Path(stopped.checkpoint))
     return f"interrupted; {steps} saved in {folder}, continue with: {again_command(job)}"
 

@@ -199,7 +199,7 @@ class NodeRendezvous(RendezvousHandler):
 def _versions_here() -> dict[str, str]:
     found = {"fcp": __version__, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda is not None:
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     for name in _REPORTED:
         with suppress(PackageNotFoundError):
             found[name] = version(name)

@@ -38,7 +38,13 @@ def listeners(port: int) -> set[str]:
 
 
 def node(
-    number: int, port: int, *, job: str = "one", nodes: int = 2, seconds: float = PATIENCE_SECONDS, **versions: str
+    number: int,
+    port: int,
+    *,
+    job: str = "one",
+    nodes: int = 2,
+    seconds: float = PATIENCE_SECONDS,
+    versions: dict[str, str] | None = None,
 ) -> NodeRendezvous:
     made = NodeRendezvous("127.0.0.1", port, node_rank=number, nodes=nodes, job=job, timeout_seconds=seconds)
     made.versions = versions or made.versions
@@ -65,7 +71,7 @@ def test_nodes_of_one_job_meet_in_the_store_of_node_0() -> None:
 def test_nodes_with_another_version_of_fcp_or_torch_are_refused_on_every_node(name: str) -> None:
     port, equal = unused_port(), {"fcp": "0.2.0", "torch": "2.13.0", "python": "3.11.2"}
     with ThreadPoolExecutor() as pool:
-        nodes = [pool.submit(node(n, port, nodes=3, **{**equal, name: found}).next_rendezvous)
+        nodes = [pool.submit(node(n, port, nodes=3, versions={**equal, name: found}).next_rendezvous)
                  for n, found in enumerate((equal[name], "0.1.0", equal[name]))]  # fmt: skip
         errors = [str(one.exception()) for one in nodes]
     assert errors == [f"node 1 has {name} 0.1.0, but node 0 {equal[name]}; install the same on all nodes"] * 3
@@ -81,7 +87,7 @@ def test_other_differences_are_told_by_rank_0_and_versions_of_all_nodes_are_kept
     monkeypatch.setenv("RANK", "0")
     with ThreadPoolExecutor() as pool:
         own = ({**equal, "NCCL": "2.28.3"}, equal)
-        list(pool.map(lambda n: node(n, port, **own[n]).next_rendezvous(), range(2)))
+        list(pool.map(lambda n: node(n, port, versions=own[n]).next_rendezvous(), range(2)))
     assert json.loads((tmp_path / "versions.json").read_text()) == {"packages": {}, "nodes": [*own]}
     report_difference()
     assert capsys.readouterr().err == "fcp: warning: node 1 has NCCL not at all, but node 0 2.28.3\n"
