@@ -149,7 +149,7 @@ def for_cluster(request: ClusterOptions, job: Job, output: Path | None, assumed:
     Communication variables that the user has exported here are also set on the nodes.
     """
     target = target_of(job.target)
-    if target.is_container and request.image is None:
+    if (target.is_container or request.mount) and request.image is None:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
     if request.image is not None:
         _parts("--image", request.image)

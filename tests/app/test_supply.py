@@ -89,7 +89,7 @@ def test_the_lock_has_a_hash_for_everything_and_keeps_the_floors() -> None:
 # Folder of a wheel -> endings of the files in it.
 WHEEL = {
     "fcp_cli": {".py", ".typed", ".html"},
-    "fcp_cli/_data/launchers": {".j2"},
+    "fcp_cli/_data/launchers": {".j2", ".txt"},
     "fcp_cli/_data/profiles": {".yaml"},
     "fcp_cli-0.1.0.dist-info": {"", ".txt"},
 }
