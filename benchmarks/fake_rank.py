@@ -36,8 +36,8 @@ from fcp_cli.plan.step import StepPlan, offsets_of
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.session import Session
+from fcp_cli.runtime.stop_request import StopRequest
 from fcp_cli.runtime.transport import ProcessWorld
-from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
 from fcp_cli.vision import grids as tower

@@ -203,7 +203,7 @@ def _show_findings(findings: list[Finding], *, starts: bool = True) -> None:
     """Print the findings; errors are printed as warnings if nothing is launched."""
     for finding in findings:
         if finding.severity == "error" and not starts:
-            note(f"warning: a launch from this machine would fail: {finding.message}")
+            note(f"warning: a launch would fail: {finding.message}")
         elif finding.severity == "error":
             print_error(finding.message)
         else:
@@ -268,14 +268,22 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
         # A single file has no header, so that it can be piped into a file.
         headed = [f"# ---- {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
         sys.stdout.write("" if options.json else "".join(headed))
+        if job.target == "slurm":
+            note(f"to submit it by hand, write it with -o DIR: Slurm needs the folder of its log, {job.paths.logs}")
     elif output is not None:
         _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()})
-        note(f"start the job with: {shlex.join(start_command(target, job, output))}")
+        _note_start(start_command(target, job, output), resume=options.resume)
     elif owned is not None:
-        answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned)}
+        answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned, options.resume)}
     if options.json:
         texts = [{"name": name, "text": text} for name, text in files.items()]
         print_json({**asdict(record), "files": texts, **answer})
+
+
+def _note_start(command: tuple[str, ...], *, resume: bool) -> None:
+    if resume and command[:2] == ("kubectl", "apply"):  # which would leave the ended job of that name as it is
+        command = ("kubectl", "replace", "--force", *command[2:])
+    note(f"start the job with: {shlex.join(command)}")
 
 
 def _write(folder: Path, files: Mapping[str, str], *, overwrite: bool = False) -> None:
@@ -291,6 +299,7 @@ def _start(
     files: Mapping[str, str],
     record: LaunchRecord,
     owned: Ownership,
+    resume: bool,
 ) -> str:
     """Write the files to the run directory and submit to Slurm; return sbatch's output, "" for other targets."""
     from fcp_cli.launching.preflight import check_run_dir
@@ -306,7 +315,7 @@ def _start(
     job.paths.logs.mkdir(exist_ok=True)
     _write(job.run_dir, files, overwrite=True)  # may only replace files of this run's earlier start
     if not is_slurm:
-        note(f"start the job with: {shlex.join(command)}")
+        _note_start(command, resume=resume)
         return ""
     owned.release()
     answer = submit(command)
@@ -381,12 +390,14 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     outcome, progress = _run_watched(job, owned, node_rank, json=json)
     stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
     if stopped_by is not None:
-        stopped = Interrupted(_stop_message(job, resume_command(job)))
+        stopped = Interrupted(_stop_message(job, resume_command(job), status=outcome.status))
         stopped.exit_status = 128 + stopped_by  # like a shell for a program ended by that signal
         raise stopped
     if outcome.failure is not None and is_full(job.run_dir):
         raise RunError(full_disk_line(job.run_dir, resume_command(job) if job.is_bundled else ""))
     if outcome.failure is not None:
+        if job.is_bundled and not node_rank:
+            note(_stop_message(job, resume_command(job), status=1).replace("interrupted", "failed", 1))
         _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
     _report_end(job, progress.summary, json=json)
 
@@ -474,25 +485,28 @@ def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
     return outcome.stopped_by if outcome.status else None
 
 
-def _stop_message(job: Job, resume: str) -> str:
+def _stop_message(job: Job, resume: str, *, status: int) -> str:
     from fcp_cli.runs.checkpoints import PREFIX, checkpoints
 
     if job.settings is None:
-        return _script_stop_message(job)
+        return _script_stop_message(job, status)
     saved = checkpoints(job.paths.checkpoints)
     if not saved:
         return "interrupted before the first checkpoint; only the metrics were kept"
     step = int(saved[-1].name.removeprefix(PREFIX))
+    if step == (job.settings.steps or job.metadata.end_step):
+        return f"interrupted after the last of {counted(step, 'step')}, which are saved: nothing is left to resume"
     return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
 
 
-def _script_stop_message(job: Job) -> str:
+def _script_stop_message(job: Job, status: int) -> str:
     from fcp_cli.launching.commands import again_command
     from fcp_cli.runs.run_dir import from_here, read_stopped
 
     stopped = read_stopped(job.run_dir)
     if stopped is None:
-        return f"interrupted; fcp found no checkpoint of the script; start again with: {again_command(job)}"
+        so = ("the script ended by itself; continue", "fcp found no checkpoint of the script; start again")[status != 0]
+        return f"interrupted; {so} with: {again_command(job)}"
     steps, folder = counted(stopped.step, "step"), from_here(Path(stopped.checkpoint))
     return f"interrupted; {steps} saved in {folder}, continue with: {again_command(job)}"
 

@@ -7,6 +7,7 @@ plan, an unknown model) raise earlier, some of them in `preflight`.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from fcp_cli.errors import ProfileError
 from fcp_cli.launching import memory_check, software
 from fcp_cli.launching.commands import path_of_python
 from fcp_cli.launching.environment import COMMUNICATORS, HCCL_BUFFERS, HCCL_PORTS
-from fcp_cli.launching.job import THIS_MACHINE, Job, planned_cluster
+from fcp_cli.launching.job import LEAD_SECONDS, THIS_MACHINE, Job, planned_cluster
 from fcp_cli.launching.memory_check import job_memory
 from fcp_cli.launching.software import error, number, warning
 from fcp_cli.memory.items import RESERVE_FRACTION
@@ -269,29 +270,6 @@ def hccl_ports(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def hosts(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Check that the host list has no duplicates, contains this node, and starts with node 0."""
-    if not job.hosts:
-        return
-    twice = next((host for host in job.hosts if job.hosts.count(host) > 1), None)
-    if twice is not None:
-        yield error(f"{twice} is listed {job.hosts.count(twice)} times among the hosts; name each node once")
-    if len(job.hosts) != job.num_nodes:
-        yield error(f"{len(job.hosts)} hosts are listed for {job.num_nodes} nodes; list each node once")
-    if job.master_addr and job.master_addr != job.hosts[0]:
-        yield error(
-            f"--master-addr {job.master_addr} is not the first of the hosts, {job.hosts[0]}; remove --master-addr, "
-            "or list node 0 first"
-        )
-    if job.node_rank is not None and not facts.hosts_here:
-        yield error(f"this machine, {facts.host}, is none of the hosts ({', '.join(job.hosts)}); list its address")
-    elif job.node_rank is not None and job.node_rank not in facts.hosts_here:
-        yield error(
-            f"--node-rank is {job.node_rank}, but this machine, {facts.host}, is host {facts.hosts_here[0]} of the "
-            f"list; give --node-rank {facts.hosts_here[0]}"
-        )
-
-
 def interfaces(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that communication libraries use existing network interfaces that reach the other nodes."""
     if job.num_nodes == 1 or job.node_rank is None:
@@ -338,11 +316,25 @@ def slurm_nodes(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
+def time_to_stop(job: Job, facts: Facts) -> Iterator[Finding]:
+    """Check that a stopped job has the time to end its longest step and to write a checkpoint."""
+    given = [(f"--grace {job.grace_seconds}", job.grace_seconds, job.needed_grace_seconds)]
+    for option in job.values.get("sbatch_options", ()):
+        lead = re.fullmatch(r"--signal[= ]\S*@(\d+)", option)
+        given += [(f"--sbatch-option={option}", int(lead[1]), job.grace_seconds + LEAD_SECONDS)] if lead else []
+    for option, seconds, needed in given:
+        if seconds < needed:
+            yield warning(
+                f"{option} is less than the {needed} s that the plan's longest step, a checkpoint and the job's end "
+                "may take: a stop would lose the steps since the last checkpoint; leave it out"
+            )
+
+
 CHECKS = (
+    time_to_stop,
     master_address,
     master_port,
     hccl_ports,
-    hosts,
     interfaces,
     slurm_nodes,
     node_size,
@@ -360,7 +352,6 @@ CHECKS = (
     software.torch_versions,
     software.transformers_version,
     software.msrun,
-    software.pdsh,
     software.script_arguments,
     software.recipe_arguments,
 )
@@ -393,5 +384,4 @@ def collect_job_facts(job: Job) -> Facts:
         if looks_for_node_0
         else "",
         port_problem=next(filter(None, map(network.port_problem, ports)), "") if job.node_rank == 0 else "",
-        hosts_here=tuple(number for number, host in enumerate(job.hosts) if network.is_here(host)),
     )

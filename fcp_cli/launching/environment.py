@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,7 +44,7 @@ _HCCL_SHARE = 0.05  # share of device memory for all communicators
 _HCCL_BASE_PORT = 25_809
 _MEGABYTE = 1 << 20
 _FLIGHT_RECORDS = 2000  # a few steps of ring hops, about 1 kB of host memory each
-_LIBRARIES = {"cuda": ("NCCL_", "TORCH_NCCL_"), "npu": ("HCCL_",)}
+_LIBRARIES = {"cuda": ("NCCL_", "TORCH_NCCL_", "FI_", "UCX_", "LD_LIBRARY_PATH"), "npu": ("HCCL_", "LD_LIBRARY_PATH")}
 _OF_ONE_PROCESS = ("_COMM_ID",)  # rendezvous of one running job: must not be copied to another
 _YOURS = "your environment"
 
@@ -305,19 +305,8 @@ def explained(job: Job) -> tuple[Variable, ...]:
 
 def explanation_document(job: Job) -> dict[str, Any]:
     """Return the variables as JSON values, for `--json`."""
-    return {
-        "stack": job.stack,
-        "variables": [
-            {
-                "name": variable.name,
-                "value": variable.value,
-                "reason": variable.reason,
-                "source": variable.source,
-                "set_by_fcp": not variable.is_given,
-            }
-            for variable in explained(job)
-        ],
-    }
+    found = [{**asdict(variable), "set_by_fcp": not variable.is_given} for variable in explained(job)]
+    return {"stack": job.stack, "variables": found}
 
 
 def explanation_table(job: Job, width: int) -> Table:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -30,7 +29,7 @@ def guarded(argv: Sequence[str], *, log_dir: Path, grace_seconds: float) -> Iter
     Args:
         argv: command of the launcher.
         log_dir: folder of the ranks' output.
-        grace_seconds: time that ranks have to finish their step after SIGINT.
+        grace_seconds: time that ranks have to finish their step.
     """
     guard = subprocess.Popen(
         [sys.executable, "-m", "fcp_cli.launching.guard"],
@@ -78,7 +77,8 @@ def main() -> None:
         return started is not None and processes.started_ticks(pid) == started
 
     if is_there():
-        processes.send(ranks.ranks(pid), signal.SIGINT)
+        number, asked = processes.stop_signal(ranks.ranks(pid))
+        processes.send(asked, number)
     end = time.monotonic() + launcher["grace_seconds"]
     while is_there() and ranks.ranks(pid) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
 from fcp_cli.launching.request import LOCAL, Launcher, NumaBinding
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
+from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import PLANNING_VARIABLE, ManifestReference, OnlineSettings, PlanMetadata, PlanningWish, Sync
 from fcp_cli.plan.replan_command import plan_again
 from fcp_cli.runs.run_dir import RunPaths
@@ -40,6 +42,10 @@ ADDRESS_TO_FILL_IN = "NODE0_ADDRESS"
 """Placeholder for an address that only the reader of a printed command knows."""
 
 _BFLOAT16_BYTES = 2
+_LEAST_GRACE_SECONDS = 45
+_SAVED_PARAMETERS_PER_SECOND = 1e9 / 14  # of a node: weights, masters and moments, to storage that others share
+LEAD_SECONDS = 20
+"""Time of a scheduler beyond the grace time of the ranks: to end the launcher, and to report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +126,7 @@ class Job:
     rank_timeout_seconds: int | None = None
     attention_kernel: KernelChoice = "auto"
     numa_binding: NumaBinding | None = None
-    grace_seconds: int = 45
+    grace_seconds: int = _LEAST_GRACE_SECONDS
     log_dir: Path | None = None
     python: str = sys.executable
     launcher: Launcher = "torchrun"
@@ -173,6 +179,18 @@ class Job:
                 sizes = spec.hop_elements(self.metadata.tensor_parallel)
                 return sizes * _BFLOAT16_BYTES * self.metadata.tokens_per_rank
         return None
+
+    @property
+    def needed_grace_seconds(self) -> int:
+        """Time for the plan's longest step and half of it again, and for a checkpoint, as far as they are known."""
+        longest, parameters = 0.0, self.parameters
+        with suppress(PlanError):
+            longest = float(PlanReader(self.plan).predicted_seconds()[1].max(initial=0.0))
+        with suppress(ProfileError):
+            name = self.model or (self.profile.model if self.profile is not None else None)
+            parameters = load_model(name).parameters if name is not None else parameters
+        saving = parameters / (_SAVED_PARAMETERS_PER_SECOND * self.num_nodes)
+        return max(_LEAST_GRACE_SECONDS, math.ceil(1.5 * longest + saving))
 
     def job_environment(self) -> dict[str, str]:
         """Return the variables that the job adds to the inherited environment."""
@@ -263,7 +281,7 @@ def planned_nodes(metadata: PlanMetadata) -> int:
     if nodes_per_stage > 1:
         return nodes_per_stage * metadata.pipeline_parallel
     stage_processes = metadata.num_ranks * metadata.tensor_parallel
-    stages_per_node = max(1, (_devices_per_node(metadata) or metadata.num_devices) // stage_processes)
+    stages_per_node = max(1, (devices_per_node(metadata) or metadata.num_devices) // stage_processes)
     return -(-metadata.pipeline_parallel // stages_per_node)
 
 
@@ -281,7 +299,7 @@ def planned_cluster(metadata: PlanMetadata) -> str:
     return str(planned_profile(metadata).get("cluster") or "")
 
 
-def _devices_per_node(metadata: PlanMetadata) -> int | None:
+def devices_per_node(metadata: PlanMetadata) -> int | None:
     """Return the devices per node of the plan's cluster; None if it is unknown or is this machine."""
     try:
         cluster = load_cluster(planned_cluster(metadata))
@@ -315,6 +333,14 @@ def place(
     if nodes < 1 or processes % nodes:
         raise UsageError(f"--nodes is {nodes}, which does not divide the {processes} processes of {plan}")
     per_node = processes // nodes
+    devices = (
+        None if must_fit or nodes == planned_nodes(metadata) or machine.device == "cpu" else devices_per_node(metadata)
+    )
+    if devices is not None and per_node > devices:
+        raise UsageError(
+            f"--nodes {nodes} puts {per_node} processes on a node, but {plan} is for {planned_cluster(metadata)}, "
+            f"whose nodes have {devices} devices; give --nodes {planned_nodes(metadata)}, or plan for fewer ranks"
+        )
     if must_fit and per_node > machine.most_ranks:
         raise RunError(_too_many(plan, metadata, machine, per_node, nodes, model))
     return nodes, per_node

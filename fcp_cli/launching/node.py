@@ -24,14 +24,14 @@ from fcp_cli.launching.job import PLAN_VARIABLE, RUN_DIR_VARIABLE
 from fcp_cli.launching.supervise import JobOutcome, RunProgress, Screen, full_disk_line, is_full, run_command
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.runs.metrics_reader import closing_line
-from fcp_cli.runs.owner import STALE_SECONDS, Ownership, own
+from fcp_cli.runs.owner import STALE_SECONDS, Ownership, own, readable_owner
 from fcp_cli.runs.run_dir import RunPaths, write_record
 from fcp_cli.util.files import write_text_atomically
 from fcp_cli.util.network import interface_towards, port_problem, resolution_problem
 
-_GRACE_SECONDS = 280  # Slurm sends SIGTERM 300 seconds before the end of the job
 _STOP_FILE_VARIABLE = "FCP_STOP_FILE"  # set by the Slurm script, which creates the file on SIGTERM
-_RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"  # set by Slurm if it restarts a job
+# Names of a cluster's job, which all its nodes and all its starts have in common; the second is set by templates.
+_JOB_VARIABLES = {"SLURM_JOB_ID": "slurm ", "FCP_JOB": ""}
 _TRAINER = "fcp_cli.training.train"
 _OWNER_SECONDS = 1.5 * STALE_SECONDS  # after this, an owner on another node counts as gone
 _LOOK_UP_SECONDS = 5.0  # name resolution may fail briefly while all nodes of a job start
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fcp_cli.launching.node", allow_abbrev=False)
     parser.add_argument("--node-rank", type=int, required=True)
     parser.add_argument("--log-dir", type=Path, required=True)
+    parser.add_argument("--grace", type=int, default=45, help="seconds from a request to stop until ranks are killed")
     parser.add_argument("--master-addr", default="", help="of node 0")
     parser.add_argument("--master-port", type=int, help="where node 0 will listen")
     parser.add_argument(
@@ -60,20 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the command to run comes after --")
     try:
         _require_address(options.master_addr)
+        environment = _environment(options)
         with ExitStack() as owned:
-            return _run(_resumed(command), options, _environment(options), owned)
+            return _run(_resumed(command, environment), options, environment, owned)
     except (FcpError, OSError) as error:
         _print(f"error: node {options.node_rank}: {error}")
         return 1
 
 
 def _own(run_dir: Path) -> Ownership:
-    """Acquire the run directory; wait for a stale owner, since after a Slurm restart the old node may seem alive."""
-    batch_job = os.environ.get("SLURM_JOB_ID", "")
+    """Acquire the run directory; wait for a stale owner, since after a restart the old node may seem alive."""
     return own(
         run_dir,
-        job=f"slurm {batch_job}" if batch_job else "",
-        restarts=bool(batch_job),
+        job=_cluster_job(),
+        restarts=bool(_cluster_job()),
         patience_seconds=_OWNER_SECONDS,
         announce=_print,
     )
@@ -96,31 +97,39 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
         environment=environment,
         log_dir=options.log_dir,
         screen=Screen(shows=is_first, watch=(lambda: None) if progress is None else progress.poll, announce=_print),
-        grace_seconds=_GRACE_SECONDS,
+        grace_seconds=options.grace,
         stop_file=Path(environment[_STOP_FILE_VARIABLE]) if _STOP_FILE_VARIABLE in environment else None,
     )
+    was_stopped = _was_stopped(outcome, bundled=_TRAINER in command)
     if owner is not None:
-        owner.ended = "finished" if not outcome.status else "interrupted" if _was_stopped(outcome) else "failed"
+        owner.ended = "interrupted" if was_stopped else "failed" if outcome.status else "finished"
     if progress is not None:
         progress.close()
-        if not outcome.status:
+        if not outcome.status and not was_stopped:
             _print(closing_line(progress.summary, progress.paths))
         if outcome.failure is not None and is_full(progress.paths.run_dir):
             _print(f"error: {full_disk_line(progress.paths.run_dir, resume='')}")
             return 1
-    return _report(outcome, shows=is_first)
+    return _report(outcome, was_stopped=was_stopped, shows=is_first)
 
 
-def _resumed(command: Sequence[str]) -> Sequence[str]:
-    """Add --resume to the bundled trainer's command if Slurm has started this job before.
+def _cluster_job() -> str:
+    """Return the identity of the cluster's job, the same after a restart; "" without a cluster."""
+    return next((kind + os.environ[name] for name, kind in _JOB_VARIABLES.items() if os.environ.get(name)), "")
 
-    The trainer continues from the newest checkpoint, or starts over if there is none.
+
+def _resumed(command: Sequence[str], environment: Mapping[str, str]) -> Sequence[str]:
+    """Add --resume to the bundled trainer's command if the cluster has started this job before.
+
+    The run directory then names this job, and has metrics, which begin only after all nodes have met. The trainer
+    continues from the newest checkpoint, or starts over if there is none.
     """
-    restarts = os.environ.get(_RESTARTS_VARIABLE, "")
-    is_restart = restarts.isdecimal() and int(restarts) > 0
-    if not is_restart or _TRAINER not in command or "--resume" in command:
+    if _TRAINER not in command or "--resume" in command or RUN_DIR_VARIABLE not in environment:
         return command
-    return [*command, "--resume"]
+    paths, job = RunPaths(run_dir=Path(environment[RUN_DIR_VARIABLE])), _cluster_job()
+    before = readable_owner(paths.owner_of(0))
+    is_restart = job and before is not None and before.job == job and paths.metrics.exists()
+    return [*command, "--resume"] if is_restart else command
 
 
 def _require_address(name: str) -> None:
@@ -153,19 +162,19 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     interface = interface_towards(options.master_addr) if options.interface_for else None
     own = {name: interface_value(name, interface) for name in options.interface_for} if interface else {}
     # Slurm's proctrack/linuxproc also signals torchrun, which would kill the ranks after 30 seconds.
-    found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_GRACE_SECONDS), **own, **os.environ}
+    found = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(options.grace), **own, **os.environ}
     # msrun runs the first `python` on PATH.
     return {**found, "PATH": path_of_python(sys.executable, found.get("PATH", ""))}
 
 
-def _was_stopped(outcome: JobOutcome) -> bool:
-    """Return whether the job was stopped by a signal to this node or another one."""
-    return outcome.agreed_to_stop or (outcome.stopped_by is not None and outcome.status != 0)
+def _was_stopped(outcome: JobOutcome, *, bundled: bool) -> bool:
+    """Return whether the job was stopped by a signal to this node or another one; a stopped script may exit with 0."""
+    return outcome.agreed_to_stop or (outcome.stopped_by is not None and (outcome.status != 0 or not bundled))
 
 
-def _report(outcome: JobOutcome, *, shows: bool) -> int:
+def _report(outcome: JobOutcome, *, was_stopped: bool, shows: bool) -> int:
     """Print the failure or the signal, if any; return the exit status."""
-    if _was_stopped(outcome):
+    if was_stopped:
         stopped_by = outcome.stopped_by or signal.SIGINT
         _print(f"error: stopped by {stopped_by.name}" if outcome.stopped_by else "error: stopped with the other nodes")
         return 128 + stopped_by

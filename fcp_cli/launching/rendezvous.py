@@ -12,11 +12,17 @@ Tried with torch 2.13; the interfaces that it uses exist since 2.4.
 from __future__ import annotations
 
 import errno
+import json
 import os
+import platform
 import socket
+from contextlib import suppress
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Final
 
+import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -29,10 +35,20 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from fcp_cli import __version__
+from fcp_cli.errors import RunError
+from fcp_cli.runs.run_dir import RunPaths
+from fcp_cli.runtime.launcher import DIFFERENCE_VARIABLE
+from fcp_cli.util.files import write_text_atomically
+from fcp_cli.util.inputs import read_object
+
 BACKEND: Final = "fcp"
 _JOB: Final = "fcp/job"
 _TIMEOUT_SECONDS: Final = 600  # torchrun's default
 _ANSWER_SECONDS: Final = 15  # node 0 writes its job's identity right after it starts the store
+# Packages that all nodes must have in the same version, and those of which a difference is only reported.
+_EQUAL: Final = ("fcp", "torch")
+_REPORTED: Final = ("torch-npu", "transformers", "accelerate", "deepspeed", "lightning", "megatron-core", "mindspore")
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -54,6 +70,7 @@ class NodeRendezvous(RendezvousHandler):
         self._node_rank, self._nodes = node_rank, nodes
         self._job = job
         self._timeout = timedelta(seconds=timeout_seconds)
+        self.versions = _versions_here()
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
@@ -69,7 +86,8 @@ class NodeRendezvous(RendezvousHandler):
 
         Raises:
             RendezvousConnectionError: the port is taken, or node 0 does not answer.
-            RendezvousError: the store belongs to another job, or another node has this node's number.
+            RendezvousError: the store belongs to another job, another node has this node's number, or nodes have
+                different versions of fcp or torch.
             RendezvousTimeoutError: a node did not come in time.
         """
         if self._store is None:
@@ -121,6 +139,7 @@ class NodeRendezvous(RendezvousHandler):
         return store
 
     def _met(self, store: Store) -> None:
+        store.set(f"fcp/versions/{self._node_rank}", json.dumps(self.versions))
         if store.add(f"fcp/node/{self._node_rank}", 1) > 1:
             raise RendezvousError(f"another node has the number {self._node_rank}, too; give each its own --node-rank")
         others = [f"fcp/node/{node}" for node in range(self._nodes) if node != self._node_rank]
@@ -133,6 +152,33 @@ class NodeRendezvous(RendezvousHandler):
                 f"only {self._nodes - len(missing)} of {self._nodes} nodes came together in time, without {names}; "
                 "start the others with the same plan and --master-addr, or wait longer with --join-timeout"
             ) from error
+
+        if self._nodes > 1:
+            self._compare(store)
+
+    def _compare(self, store: Store) -> None:
+        """Compare the versions of all nodes, and record them."""
+        versions = [json.loads(one) for one in store.multi_get([f"fcp/versions/{n}" for n in range(self._nodes)])]
+        store.set(f"fcp/compared/{self._node_rank}", "")
+        differences = [  # (name, sentence), those that are refused first
+            (name, f"node {node} has {name} {own.get(name, 'not at all')}, but node 0 {versions[0][name]}")
+            for name in versions[0]
+            for node, own in enumerate(versions)
+            if own.get(name) != versions[0][name]
+        ]
+        if self._node_rank == 0 and (run_dir := os.environ.get("FCP_RUN_DIR")):
+            path = RunPaths(run_dir=Path(run_dir)).versions
+            with suppress(RunError):  # a run directory of another fcp
+                document = {**read_object(path, error=RunError), "nodes": versions}
+                write_text_atomically(path, json.dumps(document, indent=2) + "\n")
+        if differences and differences[0][0] in _EQUAL:
+            if self._node_rank == 0:  # whose store the others still read
+                with suppress(RuntimeError):
+                    wanted = [f"fcp/compared/{n}" for n in range(self._nodes)]
+                    store.wait(wanted, timedelta(seconds=_ANSWER_SECONDS))
+            raise RendezvousError(f"{differences[0][1]}; install the same on all nodes")
+        if differences and self._node_rank == 0:
+            os.environ[DIFFERENCE_VARIABLE] = differences[0][1]  # rank 0 prints it: nobody reads torchrun's log
 
     def is_closed(self) -> bool:
         return False
@@ -148,6 +194,16 @@ class NodeRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def _versions_here() -> dict[str, str]:
+    found = {"fcp": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda is not None:
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    for name in _REPORTED:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def bound_socket(host: str, port: int, *, alone: bool) -> socket.socket:

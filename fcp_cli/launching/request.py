@@ -54,6 +54,10 @@ class ClusterOptions:
             trust="runs",
         ),
     ] = ()
+    max_restarts: Annotated[
+        int,
+        Opt("Times that the cluster starts the job again after a time limit or a failure.", min=0, max=MOST_WAIT),
+    ] = 0
     python: Annotated[str | None, Opt("Interpreter on the nodes.", metavar="PATH", unset="this one", trust="runs")] = (
         None
     )
@@ -120,14 +124,15 @@ class LaunchRequest:
     ] = ()
     synthetic: Annotated[bool, Opt("Train on random tokens of the planned lengths.")] = False
     grace: Annotated[
-        int,
+        int | None,
         Opt(
-            "Time for the current step after SIGTERM, before ranks are killed.",
+            "Time for the current step and a checkpoint after SIGTERM, before ranks are killed.",
             min=1,
             max=MOST_WAIT,
             metavar="SECONDS",
+            unset="by the plan, at least 45",
         ),
-    ] = 45
+    ] = None
     rank_timeout: Annotated[
         int | None,
         Opt(

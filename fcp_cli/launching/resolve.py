@@ -177,12 +177,14 @@ def resolve(
         rank_timeout_seconds=request.rank_timeout,
         attention_kernel=kernel,
         numa_binding=request.numa_binding,
-        grace_seconds=request.grace,
+        grace_seconds=request.grace or 0,
         launcher=request.launcher,
         target=target,
         online=online,
         planning=planning,
     )
+    if request.grace is None:
+        job = replace(job, grace_seconds=job.needed_grace_seconds)
     if settings is not None:
         _check_training(job, settings, assumed, runs_here=runs_here)
     # Interfaces are only known on the nodes themselves, not where commands are printed for them.

@@ -108,12 +108,6 @@ def msrun(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def pdsh(job: Job, facts: Facts) -> Iterator[Finding]:
-    """Check for pdsh: MindSpeed-MM's own multi-node start hangs without it."""
-    if job.stack == "npu" and job.num_nodes > 1 and not job.is_bundled and facts.programs.get("pdsh") is None:
-        yield warning("pdsh is not installed, and MindSpeed-MM hangs without it on several nodes; install pdsh")
-
-
 _Given: TypeAlias = Mapping[str, Any]
 """A script's options: numbers as int, others as text; None if missing. With `planned` and `plan` for the sentences."""
 

@@ -201,7 +201,7 @@ def _wait(
     announce: Callable[[str], None],
     grace_seconds: float,
 ) -> int:
-    """Wait for the launcher. The first signal interrupts the ranks; the second, or the grace time, kills them."""
+    """Wait for the launcher. The first signal stops the ranks; the second, or the grace time, kills them."""
     answered, asked_at, ranks_seen_at = 0, 0.0, 0.0
     while (status := process.poll()) is None:
         refresh()
@@ -223,14 +223,23 @@ def _wait(
     return status
 
 
+# What follows from the signal that ranks handle.
+_STOPPING: Final = {
+    processes.STOP: "stopping at the end of this step",
+    signal.SIGTERM: "the script handles SIGTERM, which was passed on to it",
+    signal.SIGINT: "interrupting the script: it never asks fcp.stopping(), so steps since its last checkpoint are lost",
+}
+
+
 def _stop(process: Process, ranks: NodeRanks, announce: Callable[[str], None], *, at_once: bool) -> None:
-    """Interrupt the ranks directly: torchrun would kill them after 30 seconds, msrun at once, within a step."""
+    """Signal the ranks directly: torchrun would kill them after 30 seconds, msrun at once, within a step."""
     running = ranks.ranks(process.pid)
     if at_once or not running:  # none running: the launcher has not started them yet
         processes.kill_tree(process.pid)
     else:
-        announce("stopping at the end of this step; press Ctrl-C again to stop at once")
-        processes.send(running, signal.SIGINT)
+        number, asked = processes.stop_signal(running)
+        announce(f"{_STOPPING[number]}; press Ctrl-C again to stop at once")
+        processes.send(asked, number)
 
 
 @contextmanager

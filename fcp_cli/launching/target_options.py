@@ -6,15 +6,17 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from fcp_cli.errors import ProfileError, UsageError
-from fcp_cli.launching.job import THIS_MACHINE, Job, planned_cluster
+from fcp_cli.launching.job import THIS_MACHINE, Job, devices_per_node, planned_cluster
 from fcp_cli.launching.request import LOCAL, ClusterOptions
 from fcp_cli.launching.targets import ALSO_CALLED, TARGETS, Target, job_name, target_of
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.util.console import Assumptions, note
+from fcp_cli.util.files import shipped
 from fcp_cli.util.inputs import read_text
 from fcp_cli.util.machine import UNKNOWN_MACHINE, LocalDevices
 from fcp_cli.util.network import is_host, is_loopback
@@ -24,7 +26,7 @@ _DECISIVE = {"hostfile": "scripts", "sbatch_option": "slurm", "srun_option": "sl
 _OF_ALL = frozenset({"template", "python", "env"})
 
 _SHAPES = {
-    "--image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "the name of an image, as registry/team/fcp:1.0"),
+    "--image": (r"[A-Za-z0-9/][A-Za-z0-9._/:@#+-]*", "the name of an image, as registry/team/fcp:1.0"),
     "--mount": (
         r"(?P<claim>[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<path>/[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*)",
         "CLAIM:/path, a persistent volume claim and its mount path",
@@ -119,8 +121,13 @@ def cluster_machine(
         find_machine: detects this machine; called only if the plan was made for it.
         assumed: records the choices.
     """
+    cluster = planned_cluster(metadata)
+    if device in ("cuda", "npu") and devices_per_node(metadata) and device != (kind := _device_kind(cluster)):
+        raise UsageError(
+            f"--device {device} contradicts the plan, which is for {cluster} (--device {kind}); plan for the cluster "
+            "that the job runs on"
+        )
     if device == "auto":
-        cluster = planned_cluster(metadata)
         device = find_machine().device if cluster == THIS_MACHINE else _device_kind(cluster)
         assumed.assume("--device", device, f"the plan's cost profile is of {cluster or 'an unknown cluster'}")
     return replace(UNKNOWN_MACHINE, device=device)
@@ -142,7 +149,7 @@ def for_cluster(request: ClusterOptions, job: Job, output: Path | None, assumed:
     Communication variables that the user has exported here are also set on the nodes.
     """
     target = target_of(job.target)
-    if target.is_container and request.image is None:
+    if (target.is_container or request.mount) and request.image is None:
         raise UsageError("containers need --image: the name of one with fcp, torch and your code")
     if request.image is not None:
         _parts("--image", request.image)
@@ -150,15 +157,18 @@ def for_cluster(request: ClusterOptions, job: Job, output: Path | None, assumed:
     if job.target == "scripts" and not hosts:
         hosts = tuple(f"node{k}" for k in range(job.num_nodes))
         assumed.assume("--hostfile", f"{hosts[0]} to {hosts[-1]}", "names to replace by those of your nodes")
+    exported = {v.name: v.value for v in job.variables if v.value}
+    if request.image is not None:
+        exported.pop("LD_LIBRARY_PATH", None)  # an image has libraries of its own
     return replace(
         job,
         python=_python(request, is_container=request.image is not None, assumed=assumed),
-        environment={**job.environment, **{v.name: v.value for v in job.variables if v.value}},
+        environment={**job.environment, **exported},
         given=split_variables(request.env)[0],
         hosts=hosts,
         master_addr=hosts[0] if hosts else job.master_addr,
         output=output,
-        values=option_values(request, target, job, assumed),
+        values=option_values(request, target, replace(job, output=output), assumed),
     )
 
 
@@ -167,11 +177,12 @@ def option_values(request: ClusterOptions, target: Target, job: Job, assumed: As
     return {
         "setup": request.setup,
         "forwarded": _forwarded(request, target, job),
-        "sbatch_options": [_option_of("sbatch", text) for text in request.sbatch_option],
-        "srun_options": [_option_of("srun", text) for text in request.srun_option],
+        "sbatch_options": [_sbatch_option(text, job) for text in request.sbatch_option],
+        "srun_options": [*_pyxis(request, job), *(_option_of("srun", text) for text in request.srun_option)],
+        "max_restarts": request.max_restarts,
         "accelerator": _accelerator(job, assumed),
         "image": request.image or "",
-        "mounts": _mounts(request, job, assumed) if "mount" in target.options else [],
+        "mounts": _mounts(request, job, assumed) if target.is_container else [],
     }
 
 
@@ -200,6 +211,29 @@ def _option_of(program: str, text: str) -> str:
         raise UsageError(
             f"--{program}-option {text!r} is not one option of {program}; give it as --{program}-option={example}"
         )
+    return option
+
+
+def _pyxis(request: ClusterOptions, job: Job) -> list[str]:
+    """Return srun's options, of its plug-in pyxis, with which --image is the container of a Slurm job."""
+    if request.image is None or job.target != "slurm":
+        return []
+    folders = [job.directory, job.run_dir, job.plan.absolute().parent, *([] if job.output is None else [job.output])]
+    mounts = request.mount or sorted({f"{folder}:{folder}" for folder in folders})
+    options = {"image": request.image, "workdir": job.directory, "mounts": ",".join(mounts)}
+    return [f"--container-{name}={value}" for name, value in options.items()]
+
+
+def _sbatch_option(text: str, job: Job) -> str:
+    """Return an option of sbatch; raise UsageError if it contradicts the job, or is misspelt."""
+    option = _option_of("sbatch", text)
+    name, value = re.fullmatch(r"(--[^= ]*|-.)[= ]?(.*)", option, re.DOTALL).groups()  # type: ignore[union-attr]
+    fixed = {"--nodes": job.num_nodes, "-N": job.num_nodes, "--ntasks-per-node": 1}.get(name)
+    if fixed is not None and value != str(fixed):
+        raise UsageError(f"--sbatch-option={option} contradicts the job, which needs {name} {fixed}; see --nodes")
+    known = [f"--{one}" for one in (shipped("launchers") / "sbatch_options.txt").read_text(encoding="ascii").split()]
+    if name.startswith("--") and name not in known and (near := get_close_matches(name, known, 1, cutoff=0.85)):
+        raise UsageError(f"sbatch has no option {name}; did you mean {near[0]!r}?")  # else a plug-in's
     return option
 
 

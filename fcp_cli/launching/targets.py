@@ -24,7 +24,7 @@ from fcp_cli import __version__
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import job
 from fcp_cli.launching.commands import node_argv, node_environment
-from fcp_cli.launching.job import Job, variable
+from fcp_cli.launching.job import LEAD_SECONDS, Job, variable
 from fcp_cli.launching.request import LOCAL
 from fcp_cli.runs.run_dir import RunPaths
 from fcp_cli.util.files import replaced_atomically, shipped
@@ -64,7 +64,7 @@ class Target:
     start: Callable[[Path], tuple[str, ...]]
 
 
-_OF_CONTAINERS = frozenset({"image", "mount"})
+_OF_CONTAINERS = frozenset({"image", "mount", "max_restarts"})
 
 
 def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job], NodeFacts]:
@@ -81,19 +81,13 @@ def _node(rank: str, first_node: str, *, log: str = "{name}") -> Callable[[Job],
     return node
 
 
-def _on_kubernetes(template: str, *, rank: str, first_node: str) -> Target:
-    """Return a target with a single file for a Kubernetes operator.
-
-    Args:
-        template: template of the file.
-        rank: variable with the node rank.
-        first_node: node 0's address; {name} is replaced by the job's name.
-    """
+def _on_kubernetes(template: str) -> Target:
+    """Return a target with a single file that makes a JobSet, which gives every pod a name: set-job-number-index.set"""
     return Target(
         template=template,
         options=_OF_CONTAINERS,
         is_container=True,
-        node=_node(rank, first_node),
+        node=_node("JOB_COMPLETION_INDEX", "{name}-node-0-0.{name}"),
         ready=job.kubernetes_word,
         start=lambda folder: ("kubectl", "apply", "-f", str(folder / template)),
     )
@@ -109,15 +103,14 @@ TARGETS = {
     ),
     "slurm": Target(
         template="job.sbatch",
-        options=frozenset({"sbatch_option", "srun_option", "setup"}),
+        options=frozenset({"sbatch_option", "srun_option", "setup", "image", "mount", "max_restarts"}),
         node=_node("SLURM_NODEID", variable("MASTER_ADDR"), log=variable("STARTED")),
         start=lambda folder: ("sbatch", str(folder / "job.sbatch")),
     ),
-    # A TrainJob's JobSet has the TrainJob's name.
-    "trainjob": _on_kubernetes("trainjob.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
+    "trainjob": _on_kubernetes("trainjob.yaml"),  # its JobSet has its name
     "skypilot": Target(
         template="skypilot.yaml",
-        options=frozenset({"image", "setup"}),
+        options=frozenset({"image", "setup", "max_restarts"}),
         node=_node("SKYPILOT_NODE_RANK", variable("MASTER_ADDR")),
         start=lambda folder: ("sky", "launch", str(folder / "skypilot.yaml")),
     ),
@@ -127,8 +120,7 @@ TARGETS = {
         ready=job.kubernetes_word,  # the script replaces $(NAME) like Kubernetes
         start=lambda folder: ("ray", "job", "submit", "--", "python", str(folder / "ray_job.py")),
     ),
-    # JobSet gives every pod a name: set-job-number-index.set
-    "jobset": _on_kubernetes("jobset.yaml", rank="JOB_COMPLETION_INDEX", first_node="{name}-node-0-0.{name}"),
+    "jobset": _on_kubernetes("jobset.yaml"),
 }
 
 
@@ -213,9 +205,10 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
     from fcp_cli.util.templates import MOST_TEMPLATE_BYTES, compiled
 
     text = read_text(template, error=UsageError, label="the template ", most_bytes=MOST_TEMPLATE_BYTES)
+    environment = _sandbox(template)
     try:
         # Compiled under its own path, so that tracebacks contain its line numbers.
-        return compiled(_sandbox(template), text, name=template.name, file=str(template)).render(values)
+        rendered = compiled(environment, text, name=template.name, file=str(template)).render(values)
     except jinja2.TemplateSyntaxError as error:
         where = error.filename or str(template)
         raise UsageError(f"{where}, line {error.lineno}: {error.message}") from error
@@ -230,6 +223,22 @@ def render(template: Path, values: Mapping[str, Any]) -> str:
         raise UsageError(f"{_place(error, template)}: {message}{hint}") from error
     except Exception as error:  # a template is a program, which may raise anything
         raise UsageError(f"{_place(error, template)}: {type(error).__name__}: {error}") from error
+    _refuse_unknown_blocks(environment, template, text)
+    return rendered
+
+
+def _refuse_unknown_blocks(environment: ImmutableSandboxedEnvironment, template: Path, text: str) -> None:
+    """Raise UsageError for blocks that no extended template has: jinja would drop them without a word."""
+    from jinja2 import nodes
+
+    parsed = environment.parse(text)
+    unknown = [node.name for node in parsed.body if isinstance(node, nodes.Block)]
+    known: list[str] = []
+    while environment.loader and (base := parsed.find(nodes.Extends)) and isinstance(base.template, nodes.Const):
+        parsed = environment.parse(environment.loader.get_source(environment, base.template.value)[0])
+        known += [block.name for block in parsed.find_all(nodes.Block)]
+    if known and (unknown := [name for name in unknown if name not in known]):
+        raise UsageError(f"{template}: there is no block {unknown[0]} to replace, only {', '.join(sorted(known))}")
 
 
 def _sandbox(template: Path) -> ImmutableSandboxedEnvironment:
@@ -323,6 +332,7 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
     job = replace(job, master_addr=node.master_addr, log_dir=log_dir)
     command = [
         *(job.python, "-m", "fcp_cli.launching.node", f"--node-rank={node.rank}", f"--log-dir={log_dir}"),
+        f"--grace={job.grace_seconds}",
         *(f"--interface-for={variable.name}" for variable in job.variables if not variable.value),
         *((f"--master-addr={node.master_addr}", f"--master-port={job.master_port}") if job.num_nodes > 1 else ()),
         *(() if job.output is None else (f"--record={RunPaths(run_dir=job.output).launch}",)),
@@ -339,6 +349,7 @@ def template_values(job: Job, node: NodeFacts, ready: Callable[[str], str]) -> d
         "run_dir": str(job.run_dir),
         "directory": str(job.directory),
         "master_port": job.master_port,
+        "stop_seconds": job.grace_seconds + LEAD_SECONDS,
         "environment": {name: ready(value) for name, value in node_environment(job).items()},
         "command": [ready(word) for word in command],
         "hosts": list(job.hosts),

@@ -322,7 +322,7 @@ def read_stopped(run_dir: Path) -> StoppedScript | None:
     if not path.is_file():
         return None
     found = validated(read_object(path, error=RunError), StoppedScript, where=str(path), error=RunError)
-    if not Path(found.checkpoint).is_dir():
+    if not Path(found.checkpoint).exists():
         raise RunError(
             f"this run was stopped, and its checkpoint {found.checkpoint} is gone; remove {path} to train from the "
             "script's own beginning, or start a new run without --run-dir"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fcp_cli.runtime.ring_attention import attention
     from fcp_cli.runtime.session import Session, outside, start, steps
     from fcp_cli.runtime.step import LocalMicroBatch, Step
+    from fcp_cli.runtime.stop_request import stopping
 
 __all__ = [
     "ActivationOffload",
@@ -42,6 +43,7 @@ __all__ = [
     "recomputed",
     "start",
     "steps",
+    "stopping",
 ]
 
 _MODULES = {
@@ -64,6 +66,7 @@ _MODULES = {
     "recomputed": ".recompute",
     "start": ".session",
     "steps": ".session",
+    "stopping": ".stop_request",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from fcp_cli.util.network import listens
 from fcp_cli.util.processes import ProcessIdentity
 
 _TORCHRUN, _MSRUN = "TORCHELASTIC_RUN_ID", "MS_ROLE"  # set for ranks, but not for the launcher itself
+DIFFERENCE_VARIABLE: Final = "FCP_NODES_DIFFER"  # set by `launching.rendezvous` for the ranks of node 0
 _POLL_SECONDS = 1.0
 _watched: list[ProcessIdentity] = []
 
@@ -37,7 +39,14 @@ def end_with_launcher() -> None:
     launcher = None if _watched else find_launcher(os.environ)
     if launcher is not None:
         _watched.append(launcher)
+        report_difference()
         Thread(target=_watch, args=(launcher,), name="launcher", daemon=True).start()
+
+
+def report_difference() -> None:
+    """Print on rank 0 that a node has other software than node 0, which torchrun's rendezvous found."""
+    if os.environ.get("RANK") == "0" and (difference := os.environ.get(DIFFERENCE_VARIABLE)):
+        print(f"fcp: warning: {difference}", file=sys.stderr, flush=True)
 
 
 def find_launcher(environment: Mapping[str, str]) -> ProcessIdentity | None:

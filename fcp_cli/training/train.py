@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from fcp_cli.errors import FcpError, RunError
 from fcp_cli.runtime.launcher import end_with_launcher, record_error
-from fcp_cli.training.interrupt import StopRequest
+from fcp_cli.runtime.stop_request import INTERRUPTED, StopRequest
 from fcp_cli.training.settings import parse_settings
 
-_INTERRUPTED = 130
 # gloo's messages; it has no exception classes for these.
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")
 _GLOO_DECORATION = re.compile(r"^\[\S+:\d+\] | This is typically caused by .*")  # its source line, its advice
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FcpError as error:
         return _fail(error)
     try:
-        return 0 if train(settings, stop) else _INTERRUPTED
+        return 0 if train(settings, stop) else INTERRUPTED
     except FcpError as error:
         return _fail(error)
     except torch.OutOfMemoryError as error:

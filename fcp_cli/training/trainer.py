@@ -32,6 +32,7 @@ from fcp_cli.runs.trained_run import require_recorded
 from fcp_cli.runtime import Fetch, LocalMicroBatch, Session, Step, start
 from fcp_cli.runtime.gradients import WEIGHT_DTYPES, GradientSync
 from fcp_cli.runtime.metrics import device_name
+from fcp_cli.runtime.stop_request import StopRequest
 from fcp_cli.runtime.transport import World
 from fcp_cli.training.checkpoint import (
     CheckpointSaver,
@@ -43,7 +44,6 @@ from fcp_cli.training.checkpoint import (
 )
 from fcp_cli.training.data import open_data
 from fcp_cli.training.evaluation import evaluate, open_held_out
-from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.optimizer import clip_gradients, learning_rate_at, make_optimizer, set_learning_rate
 from fcp_cli.training.pictures import open_visuals
 from fcp_cli.training.progress import TrainingReport, peak_of, run_facts, utilisation

@@ -283,7 +283,7 @@ _PACKAGES = (
     "transformer-engine",
     "flash-attn",
 )
-_PROGRAMS = ("python", "python3", "torchrun", "msrun", "sbatch", "srun", "pdsh")
+_PROGRAMS = ("python", "python3", "torchrun", "msrun", "sbatch", "srun")
 # Settings that affect how a job starts or communicates. Other variables may hold secrets and are skipped.
 _VARIABLES = (
     "FCP_",
@@ -323,7 +323,6 @@ class Facts:
         master_addresses, master_is_here: for multi-node jobs, addresses of node 0, and whether it is this machine.
         way_problem: reason why this node cannot reach node 0, or "".
         port_problem: reason why node 0 cannot listen on the rendezvous port, or "".
-        hosts_here: indices of the job's hosts that are this machine.
     """
 
     fcp: str = __version__
@@ -350,7 +349,6 @@ class Facts:
     master_is_here: bool = False
     way_problem: str = ""
     port_problem: str = ""
-    hosts_here: tuple[int, ...] = ()
 
 
 def collect_facts(

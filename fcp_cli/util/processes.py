@@ -108,11 +108,35 @@ def _parents() -> dict[int, int]:
     return {pid: int(stat[_PARENT]) for pid, stat in stats.items() if stat and stat[_STATE] != "Z"}
 
 
-def send(pids: list[int], number: signal.Signals) -> None:
+def send(pids: list[int], number: int) -> None:
     """Signal each process that still exists."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+# Asks a rank to stop at the end of its step. No framework uses it, so a handler tells that the rank will save.
+STOP: Final = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+
+def stop_signal(ranks: list[int]) -> tuple[int, list[int]]:
+    """Return the signal that asks running ranks to stop, and the ranks that get it.
+
+    It is `STOP` for those that have a handler, which is enough, since ranks agree on it. Otherwise SIGTERM, if all
+    handle it: their script saves by itself. Otherwise SIGINT, which raises KeyboardInterrupt in Python.
+    """
+    if agreeing := [pid for pid in ranks if _catches(pid, STOP)]:
+        return STOP, agreeing
+    return signal.SIGTERM if all(_catches(pid, signal.SIGTERM) for pid in ranks) else signal.SIGINT, ranks
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether a process handles a signal; False if it has ended, and without /proc."""
+    with suppress(OSError):
+        for line in (Path("/proc") / str(pid) / "status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def kill_tree(pid: int) -> None:

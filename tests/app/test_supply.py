@@ -90,7 +90,7 @@ def test_the_lock_has_a_hash_for_everything_and_keeps_the_floors() -> None:
 WHEEL = {
     "fcp_cli": {".py", ".typed", ".html"},
     "fcp_cli/_data/examples": {".py"},
-    "fcp_cli/_data/launchers": {".j2"},
+    "fcp_cli/_data/launchers": {".j2", ".txt"},
     "fcp_cli/_data/profiles": {".yaml"},
     "fcp_cli-0.1.0.dist-info": {"", ".txt"},
 }

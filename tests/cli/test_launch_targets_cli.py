@@ -78,7 +78,8 @@ def test_a_plan_for_eight_nodes_becomes_a_job_of_eight_nodes(fcp: Fcp, tmp_path:
     (file,) = document["files"]
     assert "#SBATCH --nodes=8\n#SBATCH --ntasks-per-node=1\n#SBATCH --gres=npu:8\n" in file["text"]
     assert "export HCCL_CONNECT_TIMEOUT=1200\n" in file["text"]
-    assert err[-1] == "8 nodes with 8 processes each"
+    assert err[-2] == "8 nodes with 8 processes each"
+    assert err[-1].startswith("to submit it by hand, write it with -o DIR: Slurm needs the folder of its log, ")
 
 
 def test_a_profile_of_ascend_devices_asks_for_npus(fcp: Fcp, tmp_path: Path) -> None:
@@ -127,7 +128,8 @@ def test_without_sbatch_nothing_is_written(fcp: Fcp, tmp_path: Path, monkeypatch
         (("--target", "jobset"), "containers need --image: the name of one with fcp, torch and your code"),
         (("--srun-option", "image"),
          "--srun-option 'image' is not one option of srun; give it as --srun-option=--container-image=/images/fcp.sqsh"),
-        (("--target", "slurm", "--mount", "data:/x"), "--mount is for --target trainjob or jobset, not for slurm"),
+        (("--target", "skypilot", "--mount", "a:/x"), "--mount is for --target slurm or trainjob or jobset, not for skypilot"),
+        (("--target", "slurm", "--mount", "/a:/x"), "containers need --image: the name of one with fcp, torch and your code"),
         (("--sbatch-option", "gpu"),
          "--sbatch-option 'gpu' is not one option of sbatch; give it as --sbatch-option=--partition=gpu"),
         (("-o", "job"), "-o writes the files of a cluster job; name one with --target, or see --dry-run"),

@@ -51,6 +51,7 @@ def job(stack: str = "cpu", *, metadata: PlanMetadata | None = None, **changed: 
         "processes_per_node": 8,
         "node_rank": 0,
         "master_addr": "10.0.0.1",
+        "grace_seconds": 200,
     }
     return Job(**{**values, **changed})
 

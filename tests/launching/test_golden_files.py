@@ -67,6 +67,7 @@ PLACED = {
 {% set tolerations = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {"key": "team", "value": "llm"}] %}
 {% set secrets = [{"variable": "WANDB_API_KEY", "secret": "wandb", "key": "token"}] %}
 {% set rdma_resource = "rdma/hca" %}
+{% set labels = {"kueue.x-k8s.io/queue-name": "team"} %}
 """,
     "jobset-placed": """{% extends "jobset.yaml.j2" %}
 {% set requests = {"cpu": "32", "memory": "256Gi"} %}
@@ -75,6 +76,10 @@ PLACED = {
 {% set rdma_resource = "rdma/hca_shared" %}
 {% set rdma_count = 8 %}
 {% set host_network = true %}
+{% set labels = {"kueue.x-k8s.io/queue-name": "team"} %}
+{% set annotations = {"site.example/owner": "llm"} %}
+{% set priority_class = "high" %}
+{% set service_account = "trainer" %}
 {% set shared_memory = "64Gi" %}
 """,
 }
@@ -165,4 +170,4 @@ def test_a_schema_finds_a_misspelt_field() -> None:
 def test_every_shipped_template_is_used_by_a_target() -> None:
     used = {name for target in TARGETS.values() for name in (target.template, *target.others)}
     included = {"cann.sh", "pod.yaml"}
-    assert {path.name.removesuffix(".j2") for path in shipped("launchers").iterdir()} == used | included
+    assert {path.name.removesuffix(".j2") for path in shipped("launchers").glob("*.j2")} == used | included

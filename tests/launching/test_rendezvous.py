@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import _register_out_of_tree_handlers
 
 from fcp_cli.launching.rendezvous import BACKEND, NodeRendezvous
+from fcp_cli.runtime.launcher import report_difference
 from tests.patience import PATIENCE_SECONDS
 from tests.ports import unused_port
 
@@ -36,9 +38,17 @@ def listeners(port: int) -> set[str]:
 
 
 def node(
-    number: int, port: int, *, job: str = "one", nodes: int = 2, seconds: float = PATIENCE_SECONDS
+    number: int,
+    port: int,
+    *,
+    job: str = "one",
+    nodes: int = 2,
+    seconds: float = PATIENCE_SECONDS,
+    versions: dict[str, str] | None = None,
 ) -> NodeRendezvous:
-    return NodeRendezvous("127.0.0.1", port, node_rank=number, nodes=nodes, job=job, timeout_seconds=seconds)
+    made = NodeRendezvous("127.0.0.1", port, node_rank=number, nodes=nodes, job=job, timeout_seconds=seconds)
+    made.versions = versions or made.versions
+    return made
 
 
 def test_the_store_of_a_job_on_one_machine_listens_on_loopback_alone() -> None:
@@ -55,6 +65,32 @@ def test_nodes_of_one_job_meet_in_the_store_of_node_0() -> None:
     first.store.set("word", "heard")
     assert second.store.get("word") == b"heard"
     assert [one.bootstrap_store_info.master_port for one in (first, second) if one.bootstrap_store_info] == [port, port]
+
+
+@pytest.mark.parametrize("name", ["fcp", "torch"])
+def test_nodes_with_another_version_of_fcp_or_torch_are_refused_on_every_node(name: str) -> None:
+    port, equal = unused_port(), {"fcp": "0.2.0", "torch": "2.13.0", "python": "3.11.2"}
+    with ThreadPoolExecutor() as pool:
+        nodes = [pool.submit(node(n, port, nodes=3, versions={**equal, name: found}).next_rendezvous)
+                 for n, found in enumerate((equal[name], "0.1.0", equal[name]))]  # fmt: skip
+        errors = [str(one.exception()) for one in nodes]
+    assert errors == [f"node 1 has {name} 0.1.0, but node 0 {equal[name]}; install the same on all nodes"] * 3
+
+
+def test_other_differences_are_told_by_rank_0_and_versions_of_all_nodes_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, equal = unused_port(), {"fcp": "0.2.0", "torch": "2.13.0"}
+    (tmp_path / "versions.json").write_text('{"packages": {}}')
+    monkeypatch.setenv("FCP_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("FCP_NODES_DIFFER", "")
+    monkeypatch.setenv("RANK", "0")
+    with ThreadPoolExecutor() as pool:
+        own = ({**equal, "NCCL": "2.28.3"}, equal)
+        list(pool.map(lambda n: node(n, port, versions=own[n]).next_rendezvous(), range(2)))
+    assert json.loads((tmp_path / "versions.json").read_text()) == {"packages": {}, "nodes": [*own]}
+    report_difference()
+    assert capsys.readouterr().err == "fcp: warning: node 1 has NCCL not at all, but node 0 2.28.3\n"
 
 
 def test_a_node_of_another_job_is_refused_and_counts_for_none() -> None:

@@ -150,7 +150,8 @@ def test_ctrl_c_asks_the_ranks_and_then_ends_everything(job: Job, monkeypatch: p
     assert outcome.stopped_by == signal.SIGINT
     assert outcome.failure is None
     assert done[:3] == [
-        "stopping at the end of this step; press Ctrl-C again to stop at once",
+        "interrupting the script: it never asks fcp.stopping(), so steps since its last checkpoint are lost; "
+        "press Ctrl-C again to stop at once",
         ([runner.pid + 1, runner.pid + 2], signal.SIGINT),
         ("kill", runner.pid),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import signal
@@ -10,20 +11,35 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
 from fcp_cli.launching.commands import launch_record
+from fcp_cli.launching.environment import job_variables
+from fcp_cli.launching.job import place
 from fcp_cli.launching.request import ClusterOptions
 from fcp_cli.launching.supervise import JobOutcome
-from fcp_cli.launching.target_options import choose_target, for_cluster, read_hostfile, split_variables
+from fcp_cli.launching.target_options import (
+    choose_target,
+    cluster_machine,
+    for_cluster,
+    option_values,
+    read_hostfile,
+    split_variables,
+)
 from fcp_cli.launching.targets import TARGETS, job_files, job_name, submit, template_values, write_files, yaml_scalar
+from fcp_cli.models.cluster import shipped_profile
+from fcp_cli.runs import owner
 from fcp_cli.util.console import Assumptions
+from fcp_cli.util.machine import UNKNOWN_MACHINE
 from tests.launching.cluster_jobs import FakeCluster, allocation, cluster_job
+from tests.launching.jobs import CPU, plan_metadata
 
 
 def test_the_options_tell_the_target() -> None:
@@ -98,6 +114,47 @@ def test_a_mistake_in_a_template_is_one_line_with_its_number(tmp_path: Path, tex
     with pytest.raises(UsageError) as error:
         job_files(TARGETS["scripts"], cluster_job(), template=template)
     assert str(error.value) == f"{template}, {message}"
+
+
+@pytest.mark.parametrize(
+    ("base", "known"), [("job.sbatch.j2", "directives, setup"), ("trainjob.yaml.j2", "metadata, pod_spec")]
+)
+def test_a_block_that_the_extended_template_does_not_have_is_refused(tmp_path: Path, base: str, known: str) -> None:
+    site, team = tmp_path / "site.j2", tmp_path / "team.j2"
+    site.write_text(f'{{% extends "{base}" %}}\n{{% block setups %}}\nmodule load cuda\n{{% endblock %}}\n')
+    target = TARGETS["slurm" if "sbatch" in base else "trainjob"]
+    with pytest.raises(UsageError) as error:
+        job_files(target, cluster_job(), template=site)
+    assert str(error.value) == f"{site}: there is no block setups to replace, only {known}"
+    site.write_text(
+        f'{{% extends "{base}" %}}\n{{% block {known.split(", ")[1]} %}}{{% block own %}}{{% endblock %}}{{% endblock %}}\n'
+    )
+    team.write_text('{% extends "site.j2" %}\n{% block own %}\n# of the team\n{% endblock %}\n')
+    assert "# of the team" in next(iter(job_files(target, cluster_job(), template=team).values()))
+
+
+def test_the_image_of_a_slurm_job_is_pyxis_container_with_its_own_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/host")
+    made = replace(cluster_job(), target="slurm", plan=Path("/data/plan.parquet"))
+    made = replace(made, variables=job_variables(made, os.environ))
+    assert made.variables[-1].name == "LD_LIBRARY_PATH"
+    text = job_files(
+        TARGETS["slurm"], for_cluster(ClusterOptions(image="nvcr.io#nvidia/fcp:1"), made, None, Assumptions())
+    )["job.sbatch"]
+    assert (
+        " '--container-image=nvcr.io#nvidia/fcp:1' '--container-workdir=/shared/my code' '--container-mounts=/data:/data,"
+        "/shared/my code:/shared/my code,/shared/runs/qwen3-8b-001:/shared/runs/qwen3-8b-001' bash -c start_ranks_of_node"
+    ) in text
+    assert "    exec python -m fcp_cli.launching.node \\\n" in text
+    assert "/of/the/host" not in text
+    given = ClusterOptions(image="/images/fcp.sqsh", mount=("/shared:/shared:ro",))
+    assert option_values(given, TARGETS["slurm"], made, Assumptions())["srun_options"] == [
+        "--container-image=/images/fcp.sqsh",
+        "--container-workdir=/shared/my code",
+        "--container-mounts=/shared:/shared:ro",
+    ]
+    host = for_cluster(ClusterOptions(), made, None, Assumptions())
+    assert "/of/the/host" in job_files(TARGETS["slurm"], host)["job.sbatch"]
 
 
 def test_a_template_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -188,10 +245,13 @@ def test_a_stop_file_stops_the_job_as_sigterm_does(
     monkeypatch.setenv("FCP_STOP_FILE", str(stop_file))
     words = ["--node-rank=1", f"--log-dir={tmp_path / 'logs'}", "--", sys.executable, "-c"]
     # The command stands for a launcher with one rank, which makes the file itself and then ends its step when asked.
-    rank = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); time.sleep(600)"
+    rank = (
+        "import signal, sys, time; from fcp_cli.util.processes import STOP;"
+        "signal.signal(STOP, lambda *_: sys.exit(130)); time.sleep(600)"
+    )
     launcher = (
         f"import pathlib, subprocess, sys; rank = subprocess.Popen([sys.executable, '-c', {rank!r}]);"
-        f"import time; time.sleep(1); pathlib.Path({str(stop_file)!r}).touch(); sys.exit(rank.wait())"
+        f"import time; time.sleep(3); pathlib.Path({str(stop_file)!r}).touch(); sys.exit(rank.wait())"
     )
     assert node.main([*words, launcher]) == 128 + signal.SIGTERM
     assert capfd.readouterr().err == (
@@ -200,30 +260,129 @@ def test_a_stop_file_stops_the_job_as_sigterm_does(
 
 
 @pytest.mark.parametrize(
-    ("restarts", "command", "resumes"),
+    ("option", "message"),
     [
-        (None, ["-m", "fcp_cli.training.train"], False),
-        ("0", ["-m", "fcp_cli.training.train"], False),
-        ("2", ["-m", "fcp_cli.training.train"], True),
-        ("2", ["-m", "fcp_cli.training.train", "--resume"], False),
-        ("2", ["train.py"], False),
+        (
+            "--nodes=16",
+            "--sbatch-option=--nodes=16 contradicts the job, which needs --nodes 2; see --nodes",
+        ),
+        (
+            "-N1",
+            "--sbatch-option=-N1 contradicts the job, which needs -N 2; see --nodes",
+        ),
+        (
+            "--ntasks-per-node 8",
+            "--sbatch-option=--ntasks-per-node 8 contradicts the job, which needs --ntasks-per-node 1; see --nodes",
+        ),
+        ("--partiton=gpu", "sbatch has no option --partiton; did you mean '--partition'?"),
     ],
 )
-def test_a_job_that_slurm_starts_again_resumes_the_bundled_trainer(
-    restarts: str | None, command: list[str], resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_option_of_sbatch_that_contradicts_the_job_is_refused_before_the_queue(option: str, message: str) -> None:
+    made = cluster_job()
+    with pytest.raises(UsageError) as error:
+        option_values(ClusterOptions(sbatch_option=(option,)), TARGETS["slurm"], made, Assumptions())
+    assert str(error.value) == message
+    taken = ("--nodes=2", "-N 2", "--site-plugin=1", "-p gpu", "--mem-per-gpu 4G")  # a plugin of the site is no mistake
+    values = option_values(ClusterOptions(sbatch_option=taken), TARGETS["slurm"], made, Assumptions())
+    assert values["sbatch_options"] == list(taken)
+
+
+def test_nodes_and_devices_that_the_planned_cluster_does_not_have_are_refused(tmp_path: Path) -> None:
+    profile = shipped_profile("qwen3-8b").text.replace("cluster: example-8x8", "cluster: h100-8x8")
+    planned = plan_metadata(num_ranks=64, cost_profile=profile)
+    plan = tmp_path / "plan.parquet"
+    with pytest.raises(UsageError) as error:
+        place(plan, planned, UNKNOWN_MACHINE, nodes=2, must_fit=False)
+    assert str(error.value) == (
+        f"--nodes 2 puts 32 processes on a node, but {plan} is for h100-8x8, whose nodes have 8 devices; give --nodes 8, "
+        "or plan for fewer ranks"
+    )
+    assert place(plan, planned, UNKNOWN_MACHINE, nodes=16, must_fit=False) == (16, 4)
+    with pytest.raises(UsageError) as error:
+        cluster_machine("npu", planned, lambda: CPU, Assumptions())
+    assert str(error.value) == (
+        "--device npu contradicts the plan, which is for h100-8x8 (--device cuda); plan for the cluster that the job runs on"
+    )
+
+
+class Pods:
+    """Pods of a JobSet, one process after the other: each start of a node notes the command that it would run."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run_dir, self._set = run_dir, monkeypatch.setenv
+        self._started: list[list[str]] = []
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        monkeypatch.setenv("FCP_RUN_DIR", str(run_dir))
+        monkeypatch.setenv("FCP_PLAN", str(run_dir / "plan.parquet"))
+        monkeypatch.setattr(node, "write_record", lambda *_: None)
+        monkeypatch.setattr(node, "PlanReader", lambda _: SimpleNamespace(metadata=None))
+        monkeypatch.setattr(node, "run_command", self._run)
+        monkeypatch.setattr(owner, "_SETTLE_SECONDS", 0.0)
+
+    def _run(self, argv: list[str], **_: object) -> JobOutcome:
+        self._started.append(list(argv))
+        (self._run_dir / "metrics.jsonl").touch()  # rank 0's, once all nodes have met
+        return JobOutcome(status=1, stopped_by=signal.SIGTERM, failure=None)
+
+    def resumes(self, job: str, rank: int, *command: str, name: str = "FCP_JOB") -> bool:
+        """Start a node of a job; return whether its trainer is to resume."""
+        self._set(name, job)
+        words = [f"--node-rank={rank}", f"--log-dir={self._run_dir}", "--", *command]
+        assert node.main(words) == 128 + signal.SIGTERM
+        assert self._started[-1] in ([*command], [*command, "--resume"])
+        return len(self._started[-1]) > len(command)
+
+
+@pytest.mark.parametrize("name", ["FCP_JOB", "SLURM_JOB_ID"])
+def test_a_job_that_the_cluster_starts_again_resumes_on_every_node_and_another_job_does_not(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[list[str]] = []
-    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    if restarts is not None:
-        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    pods, trainer = Pods(tmp_path, monkeypatch), ("-m", "fcp_cli.training.train")
+    assert not pods.resumes("7", 0, *trainer, name=name)
+    assert pods.resumes("7", 1, *trainer, name=name)
+    assert pods.resumes("7", 0, *trainer, name=name)
+    assert not pods.resumes("7", 0, "train.py", name=name)  # it looks for its own checkpoint
+    assert not pods.resumes("8", 0, *trainer, name=name)  # the trainer itself refuses the run that is there
 
-    def run(argv: list[str], **_: object) -> JobOutcome:
-        started.append(list(argv))
-        return JobOutcome(status=0, stopped_by=None, failure=None)
 
-    monkeypatch.setattr(node, "run_command", run)
-    assert node.main(["--node-rank=1", f"--log-dir={tmp_path}", "--", *command]) == 0
-    assert started == [[*command, "--resume"] if resumes else command]
+def test_nodes_of_a_first_start_do_not_resume_whichever_starts_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods = Pods(tmp_path, monkeypatch)
+    monkeypatch.setattr(Path, "touch", lambda *_: None)  # the nodes have not met
+    assert not pods.resumes("7", 0, "-m", "fcp_cli.training.train")
+    assert not pods.resumes("7", 1, "-m", "fcp_cli.training.train")
+
+
+def test_the_time_to_stop_is_the_plans_longest_step_and_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = SimpleNamespace(predicted_seconds=lambda: (np.arange(2), np.array([12.0, 53.0])))
+    monkeypatch.setattr("fcp_cli.launching.job.PlanReader", lambda path: reader)
+    made = cluster_job()  # two nodes save 8.19e9 parameters
+    assert made.needed_grace_seconds == math.ceil(1.5 * 53 + 8_190_735_360 * 14 / 2e9)
+    made = replace(made, grace_seconds=made.needed_grace_seconds)
+    script = job_files(TARGETS["slurm"], made)["job.sbatch"]
+    assert f"#SBATCH --signal=B:TERM@{made.grace_seconds + 20}\n" in script
+    assert f"--grace={made.grace_seconds} " in script
+    for name in ("trainjob", "jobset"):
+        (text,) = job_files(TARGETS[name], made).values()
+        assert f"terminationGracePeriodSeconds: {made.grace_seconds + 20}\n" in text
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("restarts", "requeued"), [("", True), ("1", True), ("2", False)])
+def test_a_job_stopped_at_its_time_limit_goes_back_into_the_queue_as_often_as_the_user_allows(
+    tmp_path: Path, restarts: str, requeued: bool
+) -> None:
+    cluster = FakeCluster(tmp_path)
+    cluster.add("srun", "kill -TERM $PPID; sleep 1; exit 143")  # Slurm's signal; then the ranks have saved
+    cluster.add("scontrol", f'case $1 in show) echo localhost;; requeue) echo "$2" > {tmp_path}/requeued;; esac')
+    made = replace(cluster_job(), target="slurm", directory=tmp_path, run_dir=tmp_path / "run")
+    made = replace(made, values={**made.values, "setup": (), "max_restarts": 2})
+    script = tmp_path / "job.sbatch"
+    script.write_text(job_files(TARGETS["slurm"], made)[script.name])
+    done = cluster.run("bash", str(script), **allocation(2), SLURM_RESTART_COUNT=restarts)
+    assert done.returncode == 143, done.stderr
+    assert (tmp_path / "requeued").exists() == requeued
 
 
 def test_a_name_of_node_0_that_does_not_resolve_is_one_line_within_seconds(

@@ -30,6 +30,7 @@ _REFUSALS = {
         ("loop", 3),
         ("accumulating loop", 3),
         ("resumed loop", 2),
+        ("stopped loop", 2),
         ("unplanned loop", 6),
         ("repeated loop", 6),
         ("unplanned loop, its data made again", 6),

@@ -32,6 +32,7 @@ def test_the_public_names_of_the_runtime_are_these() -> None:
         "recomputed",
         "start",
         "steps",
+        "stopping",
     ]
     assert all(hasattr(runtime, name) for name in runtime.__all__)
 

@@ -31,6 +31,7 @@ _REFUSALS = {
     "grouped": "the script puts rows of similar length into a step (group_by_length), but a plan's steps have random",
 }
 _REMAINING = (
+    "stopped by SIGINT",
     "accumulation",
     "ddp waves",
     "masked",

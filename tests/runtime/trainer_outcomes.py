@@ -29,8 +29,8 @@ class Outcomes:
     def __call__(self, phase: str, name: str) -> list[Any]:
         own = self.folder / phase / name
         found = [pickle.loads((own / f"{rank}.pickle").read_bytes()) for rank in range(self.num_ranks)]
-        # The first half of a resumed loop is left in its midst, in the same process.
-        if phase == "planned" and not isinstance(found[0], str) and name != "resumed loop":
+        # The first half of such a loop is left in its midst, in the same process.
+        if phase == "planned" and not isinstance(found[0], str) and name not in ("resumed loop", "stopped loop"):
             _require_measured(own, [entry for entry in found[0]["log"] if "grad_norm" in entry], self.num_ranks)
         return found
 

@@ -7,6 +7,7 @@ it came it must agree in every bit: losses, gradient norms, weights and optimize
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -181,6 +182,9 @@ def test_a_killed_rank_ends_the_job_and_is_named(killed: Ended) -> None:
     assert (
         f"error: rank 2 on {socket.gethostname()} was ended by signal 9 (out of memory?); its whole output is in "
         in (killed.printed)
+    )
+    assert re.search(
+        r"^failed; \d+ steps are saved, continue with: fcp launch --run-dir \S+ --resume$", killed.printed, re.M
     )
     assert "Traceback" not in killed.printed
 

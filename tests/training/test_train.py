@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fcp_cli.runtime.stop_request import StopRequest
 from fcp_cli.training import train, trainer
-from fcp_cli.training.interrupt import StopRequest
 
 pytestmark = pytest.mark.torch
 

@@ -6,13 +6,10 @@ The Trainer's loader counts the plan's steps, and each optimizer step runs one o
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,6 +40,7 @@ from fcp_cli.integrations.transformers.preparation import SwitchedAttention, bas
 from fcp_cli.runs.run_dir import StoppedScript, forget_stopped, note_stopped, read_stopped
 from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.step import Step
+from fcp_cli.runtime.stop_request import INTERRUPTED, StopRequest
 
 RUN_DIR_VARIABLE = "FCP_RUN_DIR"
 _RANDOM = (
@@ -279,9 +277,7 @@ def planned_step(trainer: Any, step: Callable[..., Tensor], model: Any, inputs: 
 
 
 class StopAtStepEnd(TrainerCallback):
-    """Stops a trainer at the end of the step in which any rank received SIGINT, which `fcp launch` sends to stop.
-
-    SIGTERM keeps its default action, since torchrun sends it to ranks that wait for a failed one.
+    """Stops a trainer at the end of the step in which any rank was asked to.
 
     Args:
         trainer: trainer to which the callback is added.
@@ -291,20 +287,11 @@ class StopAtStepEnd(TrainerCallback):
     def __init__(self, trainer: Any, session: Session) -> None:
         self.has_stopped = False
         self._trainer, self._world, self._source = trainer, session.world, session.source
-        self._is_asked = False
-        self._before: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._ask)
+        self._request = StopRequest().install()
         trainer.add_callback(self)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._is_asked = True
-        signal.signal(number, signal.SIG_DFL)  # a second signal kills the process
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        asked = torch.tensor([int(self._is_asked)], dtype=torch.int64)
-        self._world.start_sum(asked).wait()
-        if int(asked):
+        if self._request.agreed(self._world):
             self.has_stopped = control.should_save = control.should_training_stop = True
             if self._source is not None:
                 self._source.is_stopped = True
@@ -316,17 +303,16 @@ class StopAtStepEnd(TrainerCallback):
             note_stopped(Path(run_dir), StoppedScript(checkpoint=str(folder), step=state.global_step))
 
     def release(self) -> None:
-        """Restore the previous SIGINT handler."""
+        """Restore the signal handlers."""
         self._trainer.remove_callback(self)
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        self._request.release()
 
     def end(self) -> None:
         """Exit the script if it was stopped, once every rank has written its part of the checkpoint."""
         run_dir = os.environ.get(RUN_DIR_VARIABLE)
         if self.has_stopped:
             self._world.start_sum(torch.zeros(1, dtype=torch.int64)).wait()
-            raise SystemExit(128 + signal.SIGINT)
+            raise SystemExit(INTERRUPTED)
         if run_dir and self._world.rank == 0:
             forget_stopped(Path(run_dir))
 

@@ -6,8 +6,11 @@ Each optimizer step runs the plan's micro-batches through the module's own `trai
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +31,10 @@ from fcp_cli.integrations.hugging_face.job_facts import (
 )
 from fcp_cli.integrations.hugging_face.loops import PlannedModel
 from fcp_cli.plan.metadata import JobFacts
+from fcp_cli.runs.run_dir import StoppedScript, note_stopped
 from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.step import Step
+from fcp_cli.runtime.stop_request import INTERRUPTED, StopRequest
 
 _STRATEGIES = ("DDPStrategy", "SingleDeviceStrategy")
 
@@ -63,6 +68,10 @@ class LightningFit:
         _check_length(trainer, self.session)
         self._rows = rows_of(self.session, loader)
         self._steps: Generator[Step, None, None] | None = None
+        self._stop, self._finished = StopRequest().install(), trainer.global_step
+        callbacks = import_module(f"{type(trainer.fit_loop).__module__.partition('.loops')[0]}.callbacks")
+        self._at_batch_end = callbacks.LambdaCallback(on_train_batch_end=self._stop_if_asked)
+        trainer.callbacks.append(self._at_batch_end)
 
     def _facts(self, shuffle: bool, device: torch.device) -> JobFacts:
         trainer, model, loader = self._trainer, self._model.model, self._loader
@@ -132,10 +141,24 @@ class LightningFit:
 
     def close(self) -> None:
         """Stop following the plan and restore the module's own attention."""
+        self._stop.release()
+        self._trainer.callbacks.remove(self._at_batch_end)
         if self._steps is not None:
             self._steps.close()
         self._model.release()
         self.session.close()
+
+    def _stop_if_asked(self, trainer: Any, *_: Any) -> None:
+        """Save `last.ckpt`, which `ckpt_path="last"` finds, and exit, after the step in which any rank was asked to."""
+        if trainer.global_step == self._finished or not self._stop.agreed(self.session.world):
+            return  # accumulated batches are no step
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
+        checkpoint = Path(folder).absolute() / "last.ckpt"
+        trainer.save_checkpoint(checkpoint)  # on all ranks, which wait for each other
+        run_dir = os.environ.get("FCP_RUN_DIR")
+        if run_dir and self.session.rank == 0:
+            note_stopped(Path(run_dir), StoppedScript(checkpoint=str(checkpoint), step=trainer.global_step))
+        raise SystemExit(INTERRUPTED)
 
     def _next(self) -> Step:
         wanted = self._trainer.global_step

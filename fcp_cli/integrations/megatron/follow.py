@@ -39,6 +39,7 @@ from fcp_cli.runtime.metrics import ClockMarks
 from fcp_cli.runtime.plan_agreement import require_causal, require_training
 from fcp_cli.runtime.rank_job import RankJob
 from fcp_cli.runtime.ring import MicroBatchContext, Ring
+from fcp_cli.runtime.stop_request import StopRequest
 from fcp_cli.runtime.transport import ProcessTransport
 
 _PROBE_VARIABLE = "FCP_PROBE"
@@ -94,6 +95,8 @@ class Follower:
         self.measured = ScheduleRecorder(self._job)
         self._models = models
         self._is_announced = False
+        self._loop = loop_settings(arguments["forward_step_func"])
+        self._stop = StopRequest() if self._loop is None else StopRequest().install()
         self._data = PlannedData(
             plan,
             self.metadata,
@@ -157,6 +160,8 @@ class Follower:
             reports = schedule(**planned)
         self.watch.end()
         self.measured.leave()
+        if self._loop is not None and self._stop.agreed(self._job.world):
+            self._loop.exit_interval = 1  # the loop saves, if the script has a --save, and exits after this step
         return self.stack.totals(reports)
 
     def planned(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,6 +276,17 @@ class Follower:
                 f"{place}: {microbatch.ring.attention_calls} of {self._layers[chunk]} attention layers ran on the "
                 "plan's group; something in the model hides the call's packed_seq_params from them"
             )
+
+
+def loop_settings(forward_step: Any) -> Any:
+    """Return Megatron-Bridge's or Megatron-LM's settings, whose `exit_interval` is read after each step, or None."""
+    for bound in getattr(forward_step, "args", ()):
+        found = getattr(getattr(bound, "cfg", None), "train", None)
+        if hasattr(found, "exit_interval"):
+            return found
+    global_vars: Any = sys.modules.get("megatron.training.global_vars")
+    found = getattr(global_vars, "_GLOBAL_ARGS", None)
+    return found if hasattr(found, "exit_interval") else None
 
 
 def _planned_forward_step(

@@ -46,6 +46,7 @@ cd '/shared/my code'
 exec /shared/venv/bin/python -m fcp_cli.launching.node \
     --node-rank="$NODE_RANK" \
     --log-dir=/shared/runs/qwen3-8b-001/logs/"$STARTED"-node"$NODE_RANK" \
+    --grace=200 \
     --interface-for=GLOO_SOCKET_IFNAME \
     --master-addr="$MASTER_ADDR" \
     --master-port=29500 \

@@ -40,6 +40,7 @@ _REFUSALS = {
         ("fit waves", 3),
         ("accumulating fit", 3),
         ("resumed fit", 2),
+        ("stopped fit", 2),
         ("unplanned fit", 6),
         ("repeated fit", 6),
         ("unplanned fit of a data module", 6),

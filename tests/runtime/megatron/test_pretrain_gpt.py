@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.patience import wait_until
 from tests.planning.examples import PROFILE
 from tests.runtime.launch import ROOT, torchrun
-from tests.training.small_runs import run_fcp
+from tests.training.small_runs import fcp_command, run_fcp
 
 pytest.importorskip("megatron.core.package_info", reason="needs megatron-core: pip install megatron-core")
 pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
@@ -132,6 +134,34 @@ def test_pretrain_gpt_resumed_from_its_checkpoint_trains_as_without_fcp(folder: 
     assert_same(folder, "second", "alone", steps=slice(6, None))
     weights, expected = (np.load(folder / f"{name}.npy") for name in ("second", "alone"))
     assert np.linalg.norm(weights - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
+def test_pretrain_gpt_stopped_by_sigterm_saves_and_goes_on_from_its_checkpoint(folder: Path, source: Path) -> None:
+    """Without --exit-signal-handler, and though it would save only at its end."""
+    script, arguments = source / "pretrain_gpt.py", MOCK_DATA.split()
+    steps = 200
+    write_plan(folder, "long", [TOKENS_PER_SAMPLE] * (steps * GLOBAL_BATCH_SIZE))
+    saves = ["--save", "stopped", "--save-interval", "2000", "--train-iters", "200", "--load", "stopped"]
+    job = ("launch", "--grace", "200", "--plan", "long-plan.parquet", "--", str(script), *ARGUMENTS, *arguments, *saves)
+    records = folder / "stopped.jsonl"
+    with subprocess.Popen(
+        fcp_command(*job),
+        cwd=folder,
+        env={**os.environ, **environment(folder, "stopped")},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as fcp:
+        wait_until(lambda: fcp.poll() is not None or (records.exists() and records.read_text().count("\n") >= 2))
+        fcp.terminate()
+        said = fcp.communicate()[1]
+    assert fcp.returncode == 143, said
+    assert "stopping at the end of this step; press Ctrl-C again to stop at once" in said
+    trained = records.read_text().count("\n")
+    assert (folder / "stopped" / "latest_checkpointed_iteration.txt").read_text() == str(trained)
+    more = ("--exit-interval", "1", "--train-iters", "200", "--load", "stopped")
+    assert f"from step {trained} of {steps}" in launch(
+        folder, "resumed", "long-plan.parquet", script, *arguments, *more
+    )
 
 
 def test_its_training_loop_on_data_of_any_lengths_trains_as_without_fcp(folder: Path, source: Path) -> None:

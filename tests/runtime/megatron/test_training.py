@@ -96,7 +96,7 @@ def test_losses_gradient_norms_and_weights_are_those_without_fcp_also_from_megat
     folder: Path,
 ) -> None:
     pytest.importorskip("psutil", reason="megatron-core's dist_checkpointing needs psutil: pip install psutil")
-    halted = launch(folder, "halted", "--steps", "5", "--save", "checkpoint")
+    halted = launch(folder, "halted", "--stopped-in", "4", "--save", "checkpoint")  # saves and exits after that step
     assert halted.returncode == 0, halted.stderr
     assert "fcp: following " in halted.stderr and "from step 0 of 12, 2 ranks, sync iteration" in halted.stderr
     assert "; metrics runs/train-001/metrics.jsonl" in halted.stderr.splitlines()[-1]

@@ -26,6 +26,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.training import global_vars  # of the stand-in
+
+from fcp_cli.util import processes
 
 try:  # from 0.19 on
     from megatron.core.utils import get_batch_on_this_tp_rank as broadcast
@@ -44,6 +47,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
+    parser.add_argument("--exit-interval", type=int)
+    parser.add_argument("--stopped-in", type=int, help="step in which one rank is asked to stop")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--bf16", action="store_true")
@@ -112,6 +117,7 @@ def main() -> None:
     if COMPILED not in os.environ:  # Megatron compiles what it fuses, for longer than the steps take
         torch.compiler.set_stance("force_eager")
     arguments = parse()
+    global_vars.set_args(arguments)
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if arguments.bf16 else torch.float64
     torch.set_default_dtype(torch.float32 if arguments.bf16 else dtype)
@@ -155,6 +161,8 @@ def main() -> None:
     while consumed < arguments.steps * GLOBAL_BATCH_SIZE:
         model.zero_grad_buffer()
         optimizer.zero_grad()
+        if consumed == (arguments.stopped_in or -1) * GLOBAL_BATCH_SIZE and dist.get_rank() == 1:
+            os.kill(os.getpid(), processes.STOP)
         reports = forward_backward(
             forward_step_func=forward_step if tensor_parallel > 1 else tiny.forward_step,
             data_iterator=iterator,
@@ -174,6 +182,9 @@ def main() -> None:
             norm = whole_norm  # a distributed optimizer reduces only a part of the gradient on each rank
         consumed += GLOBAL_BATCH_SIZE
         records.append({"loss": float(total[0] / total[1]), "tokens": int(total[1]), "grad_norm": float(norm)})
+        # As in `checkpoint_and_decide_exit` of `megatron.training`; the script saves below.
+        if arguments.exit_interval and consumed // GLOBAL_BATCH_SIZE % arguments.exit_interval == 0:
+            break
     if arguments.save is not None:
         arguments.save.mkdir(exist_ok=True)
         dist_checkpointing.save(state_of(model, optimizer, consumed), str(arguments.save))

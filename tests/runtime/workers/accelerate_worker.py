@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -18,6 +19,8 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from fcp_cli.integrations.hugging_face.hooks import hook_accelerator
+from fcp_cli.runtime import stopping
+from fcp_cli.util import processes
 from tests.runtime.models import VOCAB_SIZE, hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS
 from tests.runtime.workers.trainer_worker import Cases, Growing, collate, main
@@ -43,6 +46,7 @@ def loop(
     *,
     accumulates: int = 1,
     resumed: bool = False,
+    stops: bool = False,
     gathers: bool = False,
     backward_twice: bool = False,
     epochs: int = 1,
@@ -93,8 +97,12 @@ def loop(
                 loss = float(accelerator.gather(total[None]).mean())
                 log.append({"loss": loss, "grad_norm": float(norm), "lr": scheduler.get_last_lr()[0]})
                 total.zero_()
-                if done == 1 and not resumed:
+                if stops and not stopping() and accelerator.process_index == 1:  # reaches one rank alone
+                    os.kill(os.getpid(), processes.STOP)
+                if (done == 1 and not resumed) if not stops else stopping():
                     accelerator.save_state(str(folder / "state"))
+                if stops:
+                    break
         model.eval()
         with torch.no_grad():
             losses = [float(accelerator.gather(model(**inputs).loss[None]).mean()) for inputs in eval_loader]
@@ -113,6 +121,11 @@ def in_two_runs(folder: Path) -> dict[str, Any]:
     return loop(folder, resumed=True)
 
 
+def stopped_and_resumed(folder: Path) -> dict[str, Any]:
+    loop(folder, stops=True)
+    return loop(folder, resumed=True)
+
+
 def at_random(data: Any) -> Any:
     return torch.utils.data.WeightedRandomSampler([1.0] * len(data), len(data))
 
@@ -123,6 +136,7 @@ CASES: Cases = {
     "loop": (ITERATION, heard),
     "accumulating loop": (WAVES, partial(loop, accumulates=2)),
     "resumed loop": (ITERATION, in_two_runs),
+    "stopped loop": (ITERATION, stopped_and_resumed),
     "unplanned loop": (UNPLANNED, partial(loop, epochs=2, accumulates=2)),
     "repeated loop": (UNPLANNED, partial(loop, epochs=2, accumulates=2)),
     "unplanned loop, its data made again": (NEW, partial(loop, epochs=2, next_data=made_again)),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fcp_cli.integrations.lightning.hooks import hook_fit_loop
+from fcp_cli.util import processes
 from tests.runtime.models import hugging_face
 from tests.runtime.trainer_plans import GLOBAL_BATCH
 from tests.runtime.workers.accelerate_worker import ITERATION, NEW, REPLACED, UNPLANNED, WAVES, made_again, rows
@@ -101,7 +102,7 @@ def fit(
     folder: Path,
     *,
     changes: bool | None = None,
-    resume: Path | None = None,
+    resume: Path | str | None = None,
     module: dict[str, bool] | None = None,
     batch: int | None = None,
     **settings: Any,
@@ -151,12 +152,38 @@ def resumed(folder: Path) -> dict[str, Any]:
     return {**found, "log": log.entries[-3:]}
 
 
+class Asked(lightning.Callback):  # type: ignore[misc]
+    """A request that reaches rank 1 alone, in the first step."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and trainer.global_rank == 1:
+            os.kill(os.getpid(), processes.STOP)
+
+
+def stopped(folder: Path) -> dict[str, Any]:
+    """Under a plan, stop after the first step, and go on from the checkpoint; as `resumed` without one."""
+    if folder.parent.name != "planned":
+        return resumed(folder)
+    saves = ModelCheckpoint(folder / "saved")
+    try:
+        fit(folder, enable_checkpointing=True, callbacks=[Log(), saves, Asked()])
+        raise AssertionError("it trained on")
+    except SystemExit as ended:
+        assert ended.code == 130
+    assert [path.name for path in (folder / "saved").iterdir()] == ["last.ckpt"]
+    found = fit(
+        folder, enable_checkpointing=True, resume="last", callbacks=[log := Log(), ModelCheckpoint(folder / "saved")]
+    )
+    return {**found, "log": log.entries[-3:]}
+
+
 RELOADED: dict[str, Any] = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
 CASES: Cases = {
     "fit": (ITERATION, fit),
     "fit waves": (WAVES, fit),
     "accumulating fit": (ITERATION, partial(fit, accumulate_grad_batches=2)),
     "resumed fit": (ITERATION, resumed),
+    "stopped fit": (ITERATION, stopped),
     "unplanned fit": (UNPLANNED, partial(fit, max_epochs=2, accumulate_grad_batches=2)),
     "repeated fit": (UNPLANNED, partial(fit, max_epochs=2, accumulate_grad_batches=2)),
     "unplanned fit of a data module": (NEW, partial(fit, **RELOADED, changes=False)),

@@ -27,6 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fcp_cli.errors import FcpError
 from fcp_cli.integrations.hugging_face.hooks import hook_trainer
+from fcp_cli.util import processes
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.families import FAMILIES
 from tests.runtime.models import VOCAB_SIZE, hugging_face
@@ -187,12 +188,15 @@ def two_trainers(folder: Path) -> dict[str, Any]:
     return found
 
 
-class CtrlC(TrainerCallback):
-    """Ctrl-C that reaches rank 1 alone, in the second step."""
+class Asked(TrainerCallback):
+    """A signal that reaches rank 1 alone, in the second step."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self._number)
 
 
 class InOrder(Trainer):
@@ -237,12 +241,12 @@ def growing(folder: Path) -> dict[str, Any]:
     return train(folder, data=data, callbacks=[Grow(data)], num_train_epochs=2, dataloader_num_workers=1)
 
 
-def stopped(folder: Path) -> dict[str, Any]:
+def stopped(folder: Path, number: int) -> dict[str, Any]:
     """Under a plan: stop in the second step, and start the unmodified script again."""
     os.environ["FCP_RUN_DIR"] = str(folder)
     if folder.parent.name == "planned":
         try:
-            train(folder, callbacks=[CtrlC()])
+            train(folder, callbacks=[Asked(number)])
             raise AssertionError("it trained on")
         except SystemExit as ended:
             assert ended.code == 128 + signal.SIGINT
@@ -299,7 +303,8 @@ CASES: Cases = {
         ),
     ),
     "resumed, evaluated": (ITERATION, resumed),
-    "stopped": (ITERATION, stopped),
+    "stopped": (ITERATION, partial(stopped, number=processes.STOP)),
+    "stopped by SIGINT": (ITERATION, partial(stopped, number=signal.SIGINT)),
     "lora": (ITERATION, lora),
     "masked": (MASKED, lambda folder: train(folder, collator=collate_prompts)),
     "recomputed": (WAVES, lambda folder: train(folder, gradient_checkpointing=True)),

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from fcp_cli.errors import FcpError
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.runtime.session import start
+from fcp_cli.runtime.stop_request import StopRequest
 from fcp_cli.training.evaluation import held_out_session
-from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.trainer import Trainer
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.workers.leave import leave_job

@@ -28,8 +28,8 @@ from fcp_cli.errors import FcpError
 from fcp_cli.runtime.choices import OnNan
 from fcp_cli.runtime.session import start
 from fcp_cli.runtime.step import LocalMicroBatch, Step
+from fcp_cli.runtime.stop_request import StopRequest
 from fcp_cli.training.data import open_data
-from fcp_cli.training.interrupt import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
 from tests.patience import PATIENCE_SECONDS

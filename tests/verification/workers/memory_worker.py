@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.live_memory import LiveMemory
 from fcp_cli.runtime.session import start
-from fcp_cli.training.interrupt import StopRequest
+from fcp_cli.runtime.stop_request import StopRequest
 from fcp_cli.training.settings import TrainSettings
 from fcp_cli.training.trainer import Trainer
 from tests.verification.real_cases import CASES, TOKENS, settings_of, write_case

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 RANK = """
 import os, sys, time
-from fcp_cli.training.interrupt import StopRequest
+from fcp_cli.runtime.stop_request import StopRequest
 stop = StopRequest().install()
 if os.fork() == 0:
     time.sleep(60)
