@@ -48,8 +48,10 @@ def run(command: list[str], folder: Path) -> Job:
     """Run a job in a folder, in which it writes `result.json`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FCP_")}
     started = time.monotonic()
-    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - started
+    if done.returncode:
+        raise SystemExit(f"a job ended with status {done.returncode}:\n{done.stderr[-4000:]}")
     return Job(result=json.loads((folder / "result.json").read_text()), seconds=seconds)
 
 

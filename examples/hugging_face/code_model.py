@@ -73,6 +73,7 @@ def main(output: str, batches: str = "padded") -> None:
     if trainer.is_world_process_zero():
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         Path(output).write_text(json.dumps({"seconds": seconds, "losses": losses, "eval_loss": evaluated}))
+    trainer.accelerator.wait_for_everyone()  # gloo may abort a process that leaves in the midst of its last exchange
 
 
 if __name__ == "__main__":
