@@ -305,8 +305,8 @@ def explained(job: Job) -> tuple[Variable, ...]:
 
 def explanation_document(job: Job) -> dict[str, Any]:
     """Return the variables as JSON values, for `--json`."""
-    found = [{**asdict(variable), "set_by_fcp": not variable.is_given} for variable in explained(job)]
-    return {"stack": job.stack, "variables": found}
+    found = [asdict(variable) for variable in explained(job)]
+    return {"stack": job.stack, "variables": [{"set_by_fcp": not one.pop("is_given"), **one} for one in found]}
 
 
 def explanation_table(job: Job, width: int) -> Table:
