@@ -276,7 +276,8 @@ def load_cost_profile(path: Path) -> CostProfile:
     if mistaken := another_kind(path, "cost profile"):
         raise ProfileError(mistaken)
     if not path.exists():
-        raise ProfileError(f"there is no cost profile {path}{near_file(path)}; make one with 'fcp profile -o {path}'")
+        mend = near_file(path) or f"; make one with 'fcp profile -o {path}'"
+        raise ProfileError(f"there is no cost profile {path}{mend}")
     return parse_cost_profile(read_text(path, error=ProfileError, label="the cost profile "), name=str(path))
 
 

@@ -246,10 +246,9 @@ def manifest_files(path: Path) -> list[Path]:
     if matched := sorted(glob(str(path), recursive=True)):  # noqa: PTH207  the glob may be absolute
         return [Path(name) for name in matched]
     made = path.with_suffix(".parquet")
-    raise ManifestError(
-        f"{path} does not exist{near_file(path)}; `fcp manifest build SOURCE -o "
-        f"{'MANIFEST' if made.exists() or '*' in path.name else made}` makes a manifest"
-    )
+    output = "MANIFEST" if made.exists() or "*" in path.name else made
+    mend = near_file(path) or f"; `fcp manifest build SOURCE -o {output}` makes a manifest"
+    raise ManifestError(f"{path} does not exist{mend}")
 
 
 def _what_folder(path: Path) -> str:

@@ -44,9 +44,8 @@ class PlanReader:
         try:
             self._file = open_parquet(path)
         except FileNotFoundError as error:
-            raise PlanError(
-                f"there is no plan {path}{near_file(path)}; make one with 'fcp plan MANIFEST -o {path}'"
-            ) from error
+            mend = near_file(path) or f"; make one with 'fcp plan MANIFEST -o {path}'"
+            raise PlanError(f"there is no plan {path}{mend}") from error
         except FAILURES as error:
             if path.is_dir():
                 raise PlanError(f"{path} is a folder, not a plan; name the plan file in it") from error
