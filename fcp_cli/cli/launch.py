@@ -396,9 +396,8 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     if outcome.failure is not None and is_full(job.run_dir):
         raise RunError(full_disk_line(job.run_dir, resume_command(job) if job.is_bundled else ""))
     if outcome.failure is not None:
-        if job.is_bundled and not node_rank:
-            note(_stop_message(job, resume_command(job), status=1).replace("interrupted", "failed", 1))
-        _report_failure(outcome.failure, rank_0_is_shown=_shows(job))
+        saved = _stop_message(job, resume_command(job), status=1) if job.is_bundled and not node_rank else ""
+        _report_failure(outcome.failure, saved.replace("interrupted", "failed", 1), rank_0_is_shown=_shows(job))
     _report_end(job, progress.summary, json=json)
 
 
@@ -511,12 +510,14 @@ def _script_stop_message(job: Job, status: int) -> str:
     return f"interrupted; {steps} saved in {folder}, continue with: {again_command(job)}"
 
 
-def _report_failure(failure: Failure, *, rank_0_is_shown: bool) -> None:
+def _report_failure(failure: Failure, saved: str, *, rank_0_is_shown: bool) -> None:
     last_words, summary = failure.report(rank_0_is_shown=rank_0_is_shown)
     for line in last_words:
         note(line)
-    if not summary:
+    if not summary:  # the cause is the last line already
         raise typer.Exit(1)
+    if saved:
+        note(saved)
     raise RunError(summary)
 
 
