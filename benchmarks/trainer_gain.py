@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fcp_cli.cli.paced import without_settings
 from fcp_cli.util.files import shipped
 from fcp_cli.util.processes import torchrun_argv
 
@@ -46,8 +47,8 @@ class Job:
 
 def run(command: list[str], folder: Path) -> Job:
     """Run a job in a folder, in which it writes `result.json`."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("FCP_")}
     started = time.monotonic()
+    environment = without_settings(os.environ)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - started
     if done.returncode:

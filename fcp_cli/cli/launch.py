@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -390,14 +390,19 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     outcome, progress = _run_watched(job, owned, node_rank, json=json)
     stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
     if stopped_by is not None:
-        stopped = Interrupted(_stop_message(job, resume_command(job), status=outcome.status))
+        stopped = Interrupted(
+            _saved(job, resume_command(job), ended="interrupted")
+            if job.settings is not None
+            else _saved_by_script(job, outcome.status)
+        )
         stopped.exit_status = 128 + stopped_by  # like a shell for a program ended by that signal
         raise stopped
     if outcome.failure is not None and is_full(job.run_dir):
         raise RunError(full_disk_line(job.run_dir, resume_command(job) if job.is_bundled else ""))
     if outcome.failure is not None:
-        saved = _stop_message(job, resume_command(job), status=1) if job.is_bundled and not node_rank else ""
-        _report_failure(outcome.failure, saved.replace("interrupted", "failed", 1), rank_0_is_shown=_shows(job))
+        reports = job.settings is not None and not node_rank
+        saved = _saved(job, resume_command(job), ended="failed") if reports else ""
+        _report_failure(outcome.failure, saved, rank_0_is_shown=_shows(job))
     _report_end(job, progress.summary, json=json)
 
 
@@ -484,30 +489,32 @@ def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
     return outcome.stopped_by if outcome.status else None
 
 
-def _stop_message(job: Job, resume: str, *, status: int) -> str:
+def _saved(job: Job, resume: str, *, ended: Literal["interrupted", "failed"]) -> str:
+    """Return what an ended run of the bundled trainer has saved, and the command that continues it."""
     from fcp_cli.runs.checkpoints import PREFIX, checkpoints
 
-    if job.settings is None:
-        return _script_stop_message(job, status)
+    assert job.settings is not None
     saved = checkpoints(job.paths.checkpoints)
     if not saved:
-        return "interrupted before the first checkpoint; only the metrics were kept"
+        return f"{ended} before the first checkpoint; only the metrics were kept"
     step = int(saved[-1].name.removeprefix(PREFIX))
     if step == (job.settings.steps or job.metadata.end_step):
-        return f"interrupted after the last of {counted(step, 'step')}, which are saved: nothing is left to resume"
-    return f"interrupted; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
+        return f"{ended} after the last of {counted(step, 'step')}, which are saved: nothing is left to resume"
+    return f"{ended}; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
 
 
-def _script_stop_message(job: Job, status: int) -> str:
+def _saved_by_script(job: Job, status: int) -> str:
+    """Return what an interrupted script has saved, as far as fcp knows, and the command that continues it."""
     from fcp_cli.launching.commands import again_command
     from fcp_cli.runs.run_dir import from_here, read_stopped
 
     stopped = read_stopped(job.run_dir)
-    if stopped is None:
-        so = ("the script ended by itself; continue", "fcp found no checkpoint of the script; start again")[status != 0]
-        return f"interrupted; {so} with: {again_command(job)}"
-    steps, folder = counted(stopped.step, "step"), from_here(Path(stopped.checkpoint))
-    return f"interrupted; {steps} saved in {folder}, continue with: {again_command(job)}"
+    if stopped is not None:
+        steps, folder = counted(stopped.step, "step"), from_here(Path(stopped.checkpoint))
+        return f"interrupted; {steps} saved in {folder}, continue with: {again_command(job)}"
+    if status:
+        return f"interrupted; fcp found no checkpoint of the script; start again with: {again_command(job)}"
+    return f"interrupted; the script ended by itself; continue with: {again_command(job)}"
 
 
 def _report_failure(failure: Failure, saved: str, *, rank_0_is_shown: bool) -> None:

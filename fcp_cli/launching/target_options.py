@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from fcp_cli.util.files import shipped
 from fcp_cli.util.inputs import read_text
 from fcp_cli.util.machine import UNKNOWN_MACHINE, LocalDevices
 from fcp_cli.util.network import is_host, is_loopback
+from fcp_cli.util.words import nearest_words
 
 _DECISIVE = {"hostfile": "scripts", "sbatch_option": "slurm", "srun_option": "slurm", "image": "trainjob"}
 """Option -> target that it implies without --target; other options fit several targets."""
@@ -232,7 +232,7 @@ def _sbatch_option(text: str, job: Job) -> str:
     if fixed is not None and value != str(fixed):
         raise UsageError(f"--sbatch-option={option} contradicts the job, which needs {name} {fixed}; see --nodes")
     known = [f"--{one}" for one in (shipped("launchers") / "sbatch_options.txt").read_text(encoding="ascii").split()]
-    if name.startswith("--") and name not in known and (near := get_close_matches(name, known, 1, cutoff=0.85)):
+    if name.startswith("--") and name not in known and (near := nearest_words(name, known, cutoff=0.85)):
         raise UsageError(f"sbatch has no option {name}; did you mean {near[0]!r}?")  # else a plug-in's
     return option
 

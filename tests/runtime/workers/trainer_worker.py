@@ -110,26 +110,16 @@ def outcome(trainer: Any, model: Any = None) -> dict[str, Any]:
     }
 
 
-def train(
-    folder: Path,
-    *,
-    model: Any = None,
-    resume: bool | str | None = None,
-    evaluates: bool = False,
-    kind: type[Trainer] = Trainer,
-    lengths: tuple[int, ...] = LENGTHS,
-    data: Any = None,
-    collator: Callable[..., dict[str, torch.Tensor]] = collate,
-    callbacks: list[TrainerCallback] | None = None,
-    **changes: Any,
-) -> dict[str, Any]:
-    trainer = trainer_of(folder, model, evaluates, kind, lengths, data, collator, callbacks, **changes)
+def train(folder: Path, *, resume: bool | str | None = None, **settings: Any) -> dict[str, Any]:
+    """Train with the settings of `trainer_of`."""
+    trainer = trainer_of(folder, **settings)
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
 
 
 def trainer_of(
     folder: Path,
+    *,
     model: Any = None,
     evaluates: bool = False,
     kind: type[Trainer] = Trainer,
