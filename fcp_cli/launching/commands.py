@@ -61,9 +61,9 @@ def _torchrun_argv(job: Job, node_rank: int | str) -> list[str]:
 
 
 def job_identity(job: Job) -> str:
-    """Return the name that the nodes of a job compare when they meet; no other job has it.
+    """Return the name that the nodes of a job compare when they meet.
 
-    Two jobs of one plan differ by their run directories, two users by the paths of theirs.
+    Jobs of one plan differ by their run directories; those of containers that all see one path do not.
     """
     where = f"{job.run_dir.absolute()} {job.metadata.plan_hash}"
     return f"{job.run_dir.name}-{hashlib.sha256(where.encode()).hexdigest()[:16]}"

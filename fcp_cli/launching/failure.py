@@ -51,7 +51,7 @@ class Failure:
         if self.rank is None:
             early = f"{self.launcher} failed with status {self.status} before any rank did; see {self.log}"
             if self.status < 0:
-                early = f"{self.launcher} on {socket.gethostname()} was ended by {_signal_words(self.status)}"
+                early = f"{self.launcher} on {socket.gethostname()} {processes.ending(self.status)}"
                 early += f", and its ranks with it; see {self.log}"
             return self.message or early
         if self.message:
@@ -62,7 +62,7 @@ class Failure:
         how = f"failed: {self.raised}" if self.raised else f"exited with status {self.status}"
         # A rank may abort at interpreter exit after an exception, which is then the reason.
         if self.status < 0 and not (self.status == -signal.SIGABRT and self.raised):
-            how = f"was ended by {_signal_words(self.status)}"
+            how = processes.ending(self.status)
         return f"{self.who} {how}; its whole output is in {self.log}"
 
     def report(self, *, rank_0_is_shown: bool) -> tuple[tuple[str, ...], str]:
@@ -84,10 +84,6 @@ class Failure:
         if self.rank is None:
             return self.launcher
         return f"rank {self.rank} on {socket.gethostname()}"
-
-
-def _signal_words(status: int) -> str:
-    return f"signal {-status}{' (out of memory?)' if status == -signal.SIGKILL else ''}"
 
 
 class TorchrunRanks:

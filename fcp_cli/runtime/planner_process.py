@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fcp_cli.plan.file import Message, read_message, steps_of, table_bytes, writ
 from fcp_cli.plan.metadata import JobFacts, OnlineSettings, PlanningWish, cut_by_count, cut_by_tokens
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.util.masks import CAUSAL, MaskedSequence
+from fcp_cli.util.processes import ending
 from fcp_cli.vision.parts import VisualSequence
 
 
@@ -73,7 +75,7 @@ class PlanningProcess:
         assert self._process.stdout is not None
         answer = read_message(self._process.stdout)
         if answer is None:
-            raise RunError(f"the planning process ended with status {self._process.wait()}; its output is above")
+            raise RunError(f"the planning process {ending(self._process.wait())}; its output, if any, is above")
         if answer.kind == "error":
             raise RunError(answer.facts["message"])
         return answer
@@ -109,8 +111,19 @@ class JobProcess(PlanningProcess):
     """
 
     def __init__(self, plan: Path, job: JobFacts, wish: PlanningWish, rows: pa.Table) -> None:
+        self._begin_again = partial(JobProcess, plan, job, wish, rows)
         opening = {"plan": str(plan), "job": asdict(job), "wish": asdict(wish)}
         super().__init__(opening, table_bytes(rows))
+
+    def close(self, end_step: int, *, is_stopped: bool = False) -> str | None:
+        """End the process as above; if it was killed, another one completes the plan from its journal."""
+        try:
+            return super().close(end_step, is_stopped=is_stopped)
+        except RunError as error:
+            if not self._process.poll():
+                raise
+            print(f"fcp: {error}; another one completes the plan", file=sys.stderr, flush=True)
+            return PlanningProcess.close(self._begin_again(), end_step, is_stopped=is_stopped)
 
     def plan(self, first_step: int, steps: int) -> list[StepPlan]:
         """Return the next `steps` planned steps; fewer at the end of the plan."""

@@ -50,6 +50,13 @@ def exit_status(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(int(stat[_EXIT_CODE])) if stat and stat[_STATE] == "Z" else None
 
 
+def ending(status: int) -> str:
+    """Return in words how a process ended, by its exit status or, if negative, the signal that killed it."""
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was ended by signal {-status}{' (out of memory?)' if status == -signal.SIGKILL else ''}"
+
+
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal (SIGSTOP), not by a debugger."""
     stat = _stat(pid)

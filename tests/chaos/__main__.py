@@ -31,8 +31,9 @@ from tests.chaos.system import SkippedError
 from tests.patience import PATIENCE_SECONDS
 
 _UNFORKED_EVERY = 10
-# The clock is that of the processes forked from here.
+# The clock is that of the processes forked from here, which have not imported what scripts need.
 _ONLY_FORKED = ("clock",)
+_NEVER_FORKED = ("trainer-torchrun", "trainer-planner", "online-torchrun", "online-planner")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ def _run(number: int, kind: str, ground: Ground) -> Outcome:
     folder = ground.folder.parent / f"run-{number}"
     shutil.copytree(ground.folder, folder)
     scene = Scene(ground=ground, folder=folder, mark=f"{os.getpid()}-{number}", draw=random.Random(f"{kind} {number}"))
-    unforked = number % _UNFORKED_EVERY == _UNFORKED_EVERY - 1 and kind not in _ONLY_FORKED
+    unforked = (kind in _NEVER_FORKED or number % _UNFORKED_EVERY == _UNFORKED_EVERY - 1) and kind not in _ONLY_FORKED
     if unforked:
         forks.start_from_disk()
     skipped = ""

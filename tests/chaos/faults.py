@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 
-from tests.chaos import clock, system
+from tests.chaos import clock, scripts, system
 from tests.chaos.jobs import Job
 from tests.chaos.scene import EVERY, RANKS, RUN_DIR, SETTINGS, STEPS, Scene
 from tests.ports import unused_port
 
 _PAUSE_SECONDS = (1.0, 6.0)
 _DAY = 86400.0
-_NEW = (*SETTINGS, "--run-dir", RUN_DIR)
-_RESUMED = ("--resume", "--run-dir", RUN_DIR)
 
 # What the last line says, by what was struck.
 _STOPPED = r"interrupted|asked to stop|stopped"
@@ -26,11 +24,12 @@ _READ_ONLY = r"Operation not permitted|Permission denied|Read-only file system"
 
 
 def _victim(scene: Scene, job: Job, name: str) -> int | None:
-    """Return the process to strike, once it is there: `fcp`, `torchrun`, or a number, of a rank."""
+    """Return the process to strike, once it is there: `fcp`, `torchrun`, `planner`, or a number, of a rank."""
     found: list[int] = []
+    by_name = {"fcp": lambda: job.fcp.pid, "torchrun": job.torchrun, "planner": job.planner}
 
     def is_there() -> bool:
-        pid = job.fcp.pid if name == "fcp" else job.torchrun() if name == "torchrun" else job.ranks().get(int(name))
+        pid = by_name[name]() if name in by_name else job.ranks().get(int(name))
         if pid is not None:
             found.append(pid)
         return bool(found)
@@ -56,7 +55,7 @@ def _signal(scene: Scene, job: Job, name: str, number: signal.Signals) -> int | 
 def _strikes_rank(scene: Scene, number: signal.Signals, wanted: str) -> None:
     """Send a rank a signal; `wanted` is the pattern of the job's last words, with RANK for the rank."""
     rank = scene.draw.randrange(RANKS)
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     _signal(scene, job, str(rank), number)
     scene.see_end(job, wanted=wanted.replace("RANK", str(rank)))
     scene.check_stopped()
@@ -77,15 +76,30 @@ def _asks_rank(scene: Scene) -> None:
 
 
 def _kills_torchrun(scene: Scene) -> None:
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     _signal(scene, job, "torchrun", signal.SIGKILL)
     scene.see_end(job, wanted=r"torchrun.*(signal 9|killed)")
     scene.check_stopped()
     scene.resume()
 
 
+def _kills_of_script(script: scripts.Script, victim: str) -> Callable[[Scene], None]:
+    """A job that plans while it trains loses torchrun or its planner, which must not change what it trains."""
+
+    def strikes(scene: Scene) -> None:
+        script.take(scene)
+        job = scene.launch(*scene.first_words)
+        _signal(scene, job, victim, signal.SIGKILL)
+        scene.see_end(job, wanted=rf"{'planning process' if victim == 'planner' else victim} .*was ended by signal 9")
+        scene.check_stopped()
+        scene.resume()
+        scene.see_whole_plan()
+
+    return strikes
+
+
 def _asks_torchrun(scene: Scene) -> None:
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     _signal(scene, job, "torchrun", signal.SIGTERM)
     scene.see_end(job, wanted=rf"{_STOPPED}|torchrun.*signal 15|SIGTERM")
     scene.check_stopped()
@@ -93,7 +107,7 @@ def _asks_torchrun(scene: Scene) -> None:
 
 
 def _kills_fcp(scene: Scene) -> None:
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     _signal(scene, job, "fcp", signal.SIGKILL)
     scene.see_end(job, wanted=None)
     scene.check_stopped()
@@ -101,7 +115,7 @@ def _kills_fcp(scene: Scene) -> None:
 
 
 def _asks_fcp(scene: Scene) -> None:
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     number = scene.draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     _signal(scene, job, "fcp", number)
     scene.see_end(job, wanted=_STOPPED)
@@ -111,7 +125,7 @@ def _asks_fcp(scene: Scene) -> None:
 
 def _kills_everything(scene: Scene) -> None:
     """As a machine that loses its power, but for what its disk had yet to write."""
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     scene.wait_for_moment(job)
     scene.strike("SIGKILL to every process")
     job.kill()
@@ -124,7 +138,7 @@ def _pauses(scene: Scene) -> None:
     """Halts a process for a while, as a debugger, a frozen container or Ctrl-Z do: the job goes on to its end."""
     victim = scene.draw.choice(("fcp", "torchrun", *map(str, range(RANKS))))
     seconds = scene.draw.uniform(*_PAUSE_SECONDS)
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     pid = _signal(scene, job, victim, signal.SIGSTOP)
     if pid is not None:
         time.sleep(seconds)
@@ -140,7 +154,7 @@ def _jumps_the_clock(scene: Scene) -> None:
     """The clock jumps while it trains, and again, perhaps back, before it is resumed after a kill."""
     jumps = [scene.draw.choice((-1, 1)) * scene.draw.choice((60.0, 3600.0, _DAY, 366 * _DAY)) for _ in range(2)]
     rank = scene.draw.randrange(RANKS)
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     try:
         scene.wait_for_moment(job, before_step=STEPS // 2)
         scene.what.append(f"the clock jumps by {jumps[0]:.0f} s")
@@ -157,7 +171,7 @@ def _jumps_the_clock(scene: Scene) -> None:
 
 def _fills_the_disk(scene: Scene) -> None:
     with system.small_disk(scene.folder / RUN_DIR):
-        job = scene.launch(*_NEW)
+        job = scene.launch(*scene.first_words)
         scene.wait_for_moment(job)
         ballast = scene.run_dir / "ballast"
         scene.strike("the disk is full")
@@ -169,7 +183,7 @@ def _fills_the_disk(scene: Scene) -> None:
 
 
 def _write_protects(scene: Scene) -> None:
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     scene.wait_for_moment(job)
     job.wait_for(scene.run_dir.is_dir, 10 * scene.ground.seconds)
     folders = [folder for folder in (scene.run_dir, scene.run_dir / "checkpoints") if folder.is_dir()]
@@ -182,8 +196,8 @@ def _write_protects(scene: Scene) -> None:
 
 def _launches_twice(scene: Scene) -> None:
     """A second launch into the folder of a job that runs: anew, or to resume it."""
-    words = scene.draw.choice((_NEW, _RESUMED, _RESUMED))
-    job = scene.launch(*_NEW)
+    words = scene.draw.choice((scene.first_words, scene.next_words, scene.next_words))
+    job = scene.launch(*scene.first_words)
     scene.wait_for_moment(job)
     job.wait_for(scene.run_dir.is_dir, 10 * scene.ground.seconds)
     if job.is_running():
@@ -245,7 +259,7 @@ def _changes_the_plan(scene: Scene) -> None:
     """Killed, then resumed under another plan, which is refused."""
     _killed_after_a_checkpoint(scene)
     scene.what.append("resumed under another plan")
-    scene.see_refused(r"plan", *_RESUMED, "--plan", "other.parquet")
+    scene.see_refused(r"plan", *scene.next_words, "--plan", "other.parquet")
     scene.resume()
 
 
@@ -258,7 +272,7 @@ def _changes_the_manifest(scene: Scene) -> None:
     if change == "manifest":
         shutil.move(scene.folder / "lengths.parquet", kept)
         shutil.copyfile(scene.folder / "moved.parquet", scene.folder / "lengths.parquet")
-        scene.see_refused(r"manifest|lengths\.parquet", *_RESUMED)
+        scene.see_refused(r"manifest|lengths\.parquet", *scene.next_words)
         shutil.move(kept, scene.folder / "lengths.parquet")
     else:
         step = scene.jobs[0].newest()
@@ -266,7 +280,7 @@ def _changes_the_manifest(scene: Scene) -> None:
         shutil.copyfile(text, kept)
         text.write_text(text.read_text() + " more")
         try:
-            scene.see_refused(r"text", *_RESUMED, unchanged=False)
+            scene.see_refused(r"text", *scene.next_words, unchanged=False)
         finally:
             shutil.copyfile(kept, text)
         scene.check_stopped()
@@ -291,7 +305,7 @@ def _damages_a_checkpoint(scene: Scene) -> None:
         at = scene.draw.randrange(len(content))
         content[at] ^= 1 << scene.draw.randrange(8)
         file.write_bytes(content)
-    job = scene.launch(*_RESUMED)
+    job = scene.launch(*scene.next_words)
     if scene.has_ended(job):
         if job.status and newest.name not in job.last_line:
             scene.broken(f"the damaged checkpoint is not named: {job.last_line}")
@@ -309,9 +323,7 @@ def _resumes_on_other_ranks(scene: Scene) -> None:
     scene.what.append("resumed on 3 ranks")
     step = scene.jobs[0].newest()
     words = ("--ranks", "3", "--solver", "fcp-paper", "--profile", "profile.yaml", "-o", "three.parquet")
-    planned = system.run_fcp("plan", "--continue-from", RUN_DIR, *words, folder=scene.folder)
-    if planned.returncode:
-        scene.broken(f"planning for 3 ranks: {planned.stderr.splitlines()[-1:]}")
+    scene.see_done("plan", "--continue-from", RUN_DIR, *words)
     scene.resume("--plan", "three.parquet", rounding=1e-4, exact_steps=step)
 
 
@@ -321,7 +333,7 @@ def _stalls_the_network(scene: Scene) -> None:
     seconds = scene.draw.uniform(*_PAUSE_SECONDS)
     with closing(system.TwoMachines()) as machines:
         more = ("--nodes", "2", "--master-addr", machines.addresses[0], "--join-timeout", "30")
-        words = (*_NEW, "--plan", "nodes.parquet", *more)
+        words = (*scene.first_words, "--plan", "nodes.parquet", *more)
         first, second = (
             scene.launch(*words, "--node-rank", str(node), preexec=machines.entering(node)) for node in range(2)
         )
@@ -351,7 +363,7 @@ def _links_elsewhere(scene: Scene) -> None:
     place = scene.run_dir / name
     place.rename(scene.folder / "own")
     place.symlink_to(others)
-    scene.see_refused(rf"{name} links to \S+, which has files that this run did not write", *_RESUMED)
+    scene.see_refused(rf"{name} links to \S+, which has files that this run did not write", *scene.next_words)
     if sorted(others.rglob("*")) != before:
         scene.broken(f"files were written or removed in {others}")
     place.unlink()
@@ -363,7 +375,7 @@ def _spoils_the_export(scene: Scene) -> None:
     """A file lies where the model is exported to, after the last step."""
     scene.run_dir.mkdir()
     (scene.run_dir / "model").write_text("in the way", encoding="utf-8")
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     scene.strike("a file in place of model/")
     scene.see_end(job, wanted=r"cannot write \S*model")
     if job.newest() != STEPS:
@@ -372,7 +384,7 @@ def _spoils_the_export(scene: Scene) -> None:
 
 
 def _killed_after_a_checkpoint(scene: Scene) -> None:
-    job = scene.launch(*_NEW)
+    job = scene.launch(*scene.first_words)
     step = scene.draw.randrange(EVERY, STEPS - 2)
     rank = scene.draw.randrange(RANKS)
     job.wait_for(lambda: job.newest() >= EVERY and job.steps() >= step, 10 * scene.ground.seconds)
@@ -407,4 +419,8 @@ KINDS: dict[str, Callable[[Scene], None]] = {
     "network": _stalls_the_network,
     "strange-link": _links_elsewhere,
     "spoilt-export": _spoils_the_export,
+    "trainer-torchrun": _kills_of_script(scripts.TRAINER, "torchrun"),
+    "trainer-planner": _kills_of_script(scripts.TRAINER, "planner"),
+    "online-torchrun": _kills_of_script(scripts.STREAM, "torchrun"),
+    "online-planner": _kills_of_script(scripts.STREAM, "planner"),
 }

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from tests.training.small_runs import fcp_command
 _MARK = "FCP_CHAOS_JOB"
 _POLL_SECONDS = 0.004
 _TORCHRUN = b"torch.distributed.run"
+_PLANNER = b"fcp_cli.planning"
 
 
 class Job:
@@ -100,11 +101,11 @@ class Job:
 
     def torchrun(self) -> int | None:
         """Return torchrun's process."""
-        for pid in processes.children(self.fcp.pid):
-            with suppress(OSError):
-                if _TORCHRUN in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0"):
-                    return pid
-        return None
+        return _running(_TORCHRUN, processes.children(self.fcp.pid))
+
+    def planner(self) -> int | None:
+        """Return the process that plans for rank 0."""
+        return _running(_PLANNER, self.processes())
 
     def steps(self) -> int:
         """Return how many steps are recorded."""
@@ -155,6 +156,15 @@ class Job:
     def newest(self) -> int:
         """Return the step of the newest whole checkpoint; 0 without one."""
         return max((int(path.name.rpartition("-")[2]) for path in whole_checkpoints(self.run_dir)), default=0)
+
+
+def _running(module: bytes, pids: Iterable[int]) -> int | None:
+    """Return the process that runs a module."""
+    for pid in pids:
+        with suppress(OSError):
+            if module in (Path("/proc") / str(pid) / "cmdline").read_bytes().split(b"\0"):
+                return pid
+    return None
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos import checker
+from tests.chaos import checker, system
 from tests.chaos.checker import Layout, Reference
 from tests.chaos.jobs import Job
 
@@ -55,6 +55,7 @@ class Scene:
 
     Attributes:
         draw: all that is chosen comes from it.
+        first_words, next_words: of `fcp launch`, for a new run and for one that goes on.
         what: what was done, in words.
         struck: when, in seconds of `time.monotonic`; None until it was.
         problems: broken invariants.
@@ -64,6 +65,8 @@ class Scene:
     folder: Path
     mark: str
     draw: random.Random
+    first_words: Sequence[str] = (*SETTINGS, "--run-dir", RUN_DIR)
+    next_words: Sequence[str] = ("--resume", "--run-dir", RUN_DIR)
     what: list[str] = field(default_factory=list)
     struck: float | None = None
     seconds: float = 0.0
@@ -178,7 +181,7 @@ class Scene:
         """Resume the run, unless it is whole, and check its records against the undisturbed run's."""
         if not self.run_is_whole:
             step = self.jobs[0].newest()
-            job = self.launch(*(("--resume",) if self.run_dir.exists() else SETTINGS), "--run-dir", RUN_DIR, *words)
+            job = self.launch(*(self.next_words if self.run_dir.exists() else self.first_words), *words)
             if self.has_ended(job) and job.status:
                 self.broken(f"resuming from step {step}: status {job.status}: {job.last_line}")
         found = checker.problems_of(
@@ -186,6 +189,22 @@ class Scene:
         )
         self.resumed = not found
         self.problems += found
+
+    def see_whole_plan(self) -> None:
+        """Check the plan of a job that made it while it trained; a killed planner left its journal, which completes it."""
+        plan = self.run_dir / "plan.parquet"
+        if not plan.is_file():
+            self.what.append("its plan is completed")
+            self.see_done("plan", "--resume", "-o", str(plan))
+        self.see_done("check", str(plan))
+        if layouts_of(plan) != self.ground.reference.layouts:
+            self.broken("its plan is not the undisturbed run's")
+
+    def see_done(self, *words: str) -> None:
+        """Run a command of fcp that must succeed."""
+        done = system.run_fcp(*words, folder=self.folder)
+        if done.returncode:
+            self.broken(f"fcp {' '.join(words)}: {done.stderr.splitlines()[-1:]}")
 
     @property
     def run_is_whole(self) -> bool:

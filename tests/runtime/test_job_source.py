@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from fcp_cli.errors import RunError
 from fcp_cli.plan.file import PlanReader, table_of
 from fcp_cli.plan.metadata import PlanningWish, settings_of_json
 from fcp_cli.plan.step import StepPlan
@@ -100,3 +101,20 @@ def test_a_job_is_planned_by_the_times_of_its_first_steps_once_enough_are_measur
     assert (refits := PlanReader(plan).metadata.refits) is not None
     assert said[0].startswith(f"fcp: step {refits[0].first_step}: ")
     assert 8 < refits[0].first_step < settings.metadata.end_step
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nobody waits for its end
+def test_a_planner_that_is_killed_ends_the_job_by_name_and_another_completes_the_plan_of_one_that_has_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.parquet"
+    planner = JobProcess(plan, JOB, PlanningWish(), LENGTHS)
+    steps = planner.plan(0, 2)
+    planner._process.kill()
+
+    with pytest.raises(RunError, match="planning process was ended by signal 9"):
+        planner.plan(2, 1)
+    assert planner.close(5) == PlanReader(plan).metadata.plan_hash
+    assert [step.to_dict() for step in PlanReader(plan).steps()][:2] == [step.to_dict() for step in steps]
+    assert "another one completes the plan" in capsys.readouterr().err
