@@ -210,7 +210,7 @@ def _rows_merged(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _rows_added(args: tuple[Any, ...], out: Any) -> int:
-    """`fcp::add_rows(source, into, also, positions, share)`."""
+    """`fcp::add_rows(source, into, positions, share)`."""
     *targets, positions, share = args
     elements: int = sum(tensor.element_size() for tensor in (*targets, share) if tensor is not None)
     numel: int = share.numel()

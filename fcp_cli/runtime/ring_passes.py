@@ -315,12 +315,12 @@ class _QueryGradients:
         if source.dtype != self._dtype:
             self._sum = source.new_empty(source.shape, dtype=self._dtype) if is_same else source.to(self._dtype)
             source = source if is_same else self._sum
-        add(source, self._sum, None, Rows((0, source.shape[0])) if is_same else rows, share)
+        add(source, self._sum, Rows((0, source.shape[0])) if is_same else rows, share)
 
     def total(self, last: Tensor) -> Tensor:
         """Add the sum to the last share, which has all rows, and return it in the type of the queries."""
         if self._sum is not None:
-            add(last, last, None, self._rows, self._sum)
+            add(last, last, self._rows, self._sum)
         return last.to(self._queries.dtype)
 
     @property
@@ -399,7 +399,7 @@ def _backward_own(
         ks, vs = take(k, work.k_rows), take(v, work.k_rows)
         shares = kernel.backward(dos, qs, ks, vs, outs, lses, work.segments, scale)
         for total, rows, share in zip((dq, dk, dv), (work.q_rows, work.k_rows, work.k_rows), shares, strict=True):
-            add(total, total, None, rows, share)
+            add(total, total, rows, share)
     return dq, dk, dv
 
 

@@ -52,22 +52,19 @@ def take_with_lse(
     return take(first, rows), take(second, rows), take(third, rows), take(lse, rows)
 
 
-def add(source: Tensor, into: Tensor, also: Tensor | None, rows: Rows, share: Tensor) -> None:
-    """Add `share` [n, H, D] to rows of `source` and write the sum to `into`, which may be `source`, and to `also`.
+def add(source: Tensor, into: Tensor, rows: Rows, share: Tensor) -> None:
+    """Add `share` [n, H, D] to rows of `source` and write the sum to `into`, which may be `source`.
 
-    All are [T, H, D], of any types; the sum is rounded once, to the type of its destination.
+    Both are [T, H, D], of any types; the sum is rounded once, to the type of `into`.
     """
     if _fuses(source):
         view, positions = _placed(source, rows)
-        add_rows(view, _placed(into, rows)[0], None if also is None else _placed(also, rows)[0], positions, share)
-    elif into is source and also is None and rows.span is not None:
+        add_rows(view, _placed(into, rows)[0], positions, share)
+    elif into is source and rows.span is not None:
         take(source, rows).add_(share)
     else:
         precise = lse_dtype(source.dtype)
-        total = take(source, rows).to(precise) + share
-        put(into, rows, total)
-        if also is not None:
-            put(also, rows, total)
+        put(into, rows, take(source, rows).to(precise) + share)
 
 
 def rows_at(positions: IntArray) -> Rows:
@@ -90,8 +87,8 @@ def add_to_rows(total: Tensor, rows: Rows, share: Tensor) -> None:
 def add_pair(total: Pair, rows: Rows, first: Tensor, second: Tensor) -> None:
     """Add `first` and `second` to the rows of the two tensors of `total`, in place."""
     if isinstance(total, tuple):
-        add(total[0], total[0], None, rows, first)
-        add(total[1], total[1], None, rows, second)
+        add(total[0], total[0], rows, first)
+        add(total[1], total[1], rows, second)
         return
     if _fuses(total):
         # A view that starts at the rows needs no positions.
@@ -209,7 +206,7 @@ _VARIABLE = "FCP_TRITON"
 _SCHEMAS = {
     "merge_rows": "(Tensor source, Tensor(a!) into, Tensor(b!)? also, Tensor(c!) lse, Tensor? positions, Tensor part, "
     "Tensor part_lse) -> ()",
-    "add_rows": "(Tensor source, Tensor(a!) into, Tensor(b!)? also, Tensor? positions, Tensor share) -> ()",
+    "add_rows": "(Tensor source, Tensor(a!) into, Tensor? positions, Tensor share) -> ()",
     "add_pair_rows": "(Tensor(a!) total, Tensor? positions, Tensor first, Tensor second) -> ()",
     "take_rows": "(Tensor first, Tensor second, Tensor third, Tensor lse, Tensor positions) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
@@ -243,9 +240,9 @@ def merge_rows(
     torch.ops.fcp.merge_rows(source, into, also, lse, positions, part, part_lse)
 
 
-def add_rows(source: Tensor, into: Tensor, also: Tensor | None, positions: Tensor | None, share: Tensor) -> None:
+def add_rows(source: Tensor, into: Tensor, positions: Tensor | None, share: Tensor) -> None:
     """Add `share` [n, H, D] to rows in fp32; see `rows.add` and, for the other arguments, `merge_rows`."""
-    torch.ops.fcp.add_rows(source, into, also, positions, share)
+    torch.ops.fcp.add_rows(source, into, positions, share)
 
 
 def add_pair_rows(total: Tensor, positions: Tensor | None, first: Tensor, second: Tensor) -> None:

@@ -110,12 +110,10 @@ def merge_rows(
 def _add_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     source,
     into,
-    also,
     share,
     positions,
     width,
     BLOCK: tl.constexpr,
-    HAS_ALSO: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -128,25 +126,21 @@ def _add_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     added = tl.load(source + at, mask=is_column, other=0.0).to(tl.float32)
     added += tl.load(share + row * width + column, mask=is_column, other=0.0).to(tl.float32)
     tl.store(into + at, added.to(into.dtype.element_ty), mask=is_column)
-    if HAS_ALSO:
-        tl.store(also + at, added.to(also.dtype.element_ty), mask=is_column)
 
 
-def add_rows(source: Tensor, into: Tensor, also: Tensor | None, positions: Tensor | None, share: Tensor) -> None:
+def add_rows(source: Tensor, into: Tensor, positions: Tensor | None, share: Tensor) -> None:
     """See `fused.add_rows`."""
     rows, heads, head_dim = share.shape
-    _check_contiguous(source, into, also)
+    _check_contiguous(source, into)
     if not rows:
         return
     _add_kernel[(rows, triton.cdiv(heads * head_dim, _BLOCK))](
         source,
         into,
-        into if also is None else also,
         share.contiguous(),
         share if positions is None else positions,
         heads * head_dim,
         BLOCK=_BLOCK,
-        HAS_ALSO=also is not None,
         HAS_POSITIONS=positions is not None,
         num_warps=4,
     )

@@ -247,7 +247,7 @@ def window_backward(
         if is_whole:
             put(dq, call.q_rows, share)
         else:
-            add(dq, dq, None, call.q_rows, share)
+            add(dq, dq, call.q_rows, share)
         return dk, dv
 
     received = yield from fetched.rows()

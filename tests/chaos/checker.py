@@ -22,7 +22,7 @@ class Reference:
         facts: [steps] loss, tokens, gradient norm and learning rate.
         layouts: [steps] rank, as text -> order, degree and tokens of each of its micro-batches, by the plan.
         states: name of a checkpoint -> digest of its weights, optimizer and random generators.
-        may_lose: records that a kill may lose: a script that saves inside a step does so before the step is recorded.
+        may_lose: records that a kill may lose: a script saves inside its step, which is recorded only then.
     """
 
     facts: Sequence[Sequence[Any]]

@@ -25,12 +25,10 @@ class Script:
     Attributes:
         files: it and what it imports, which lie in the folder of every run.
         options: of `fcp launch`.
-        may_lose: records of steps that a kill may lose; see `checker.Reference`.
     """
 
     files: tuple[Path, ...]
     options: tuple[str, ...] = ()
-    may_lose: int = 0
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -63,7 +61,7 @@ class Script:
         seconds = time.monotonic() - job.began
         assert job.status == 0, job.lines
         layouts = layouts_of(job.run_dir / "plan.parquet")
-        reference = read_reference(job.run_dir, layouts, may_lose=self.may_lose)
+        reference = read_reference(job.run_dir, layouts, may_lose=1)
         assert reference.steps == STEPS and reference.states
         return Ground(
             folder=folder,
@@ -78,5 +76,4 @@ TRAINER = Script(files=(_WORKERS / "trainer_script.py", _EXAMPLES / "hugging_fac
 STREAM = Script(
     files=(_WORKERS / "online_script.py",),
     options=("--online", "--model", "qwen3-tiny", "--global-batch-size", "6"),
-    may_lose=1,
 )

@@ -50,16 +50,11 @@ class Operators:
             if target is not None:
                 target[at] = merged.to(target.dtype)
 
-    def add_rows(
-        self, source: Tensor, into: Tensor, also: Tensor | None, positions: Tensor | None, share: Tensor
-    ) -> None:
-        tensors = (source, into, also, share, positions)
+    def add_rows(self, source: Tensor, into: Tensor, positions: Tensor | None, share: Tensor) -> None:
+        tensors = (source, into, share, positions)
         self.variants.add(("add", *map(specialized, tensors), share[0].numel()))
         at = slice(len(share)) if positions is None else positions
-        added = source[at].float() + share.float()
-        for target in (into, also):
-            if target is not None:
-                target[at] = added.to(target.dtype)
+        into[at] = (source[at].float() + share.float()).to(into.dtype)
 
     def add_pair_rows(self, total: Tensor, positions: Tensor | None, first: Tensor, second: Tensor) -> None:
         tensors = (total, positions, first, second)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import _device
 
-import fcp_cli.runtime
+import fcp_cli
 from fcp_cli.runtime.kernels import select
 from fcp_cli.runtime.kernels.base import AttentionKernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
@@ -51,12 +51,15 @@ def test_kernels_pass_their_test_calls_under_another_default_device() -> None:
         assert select.failure(CudnnKernel(dense), Signature(4, 2, 64, 64, torch.float32), torch.device("cpu")) is None
 
 
-def test_every_tensor_that_the_runtime_makes_names_its_device() -> None:
+@pytest.mark.parametrize("room", ["runtime", "integrations"])
+def test_every_tensor_that_is_made_in_a_job_names_its_device(room: str) -> None:
     """Also where no ring leads; PyTorch says which of its functions follow the default device."""
     following = {function.__name__ for function in _device._device_constructors()}
+    if room == "integrations":
+        following.remove("as_tensor")  # of what frameworks hand over, which stays where it is
     nameless = [
         f"{path.name}:{call.lineno}"
-        for path in Path(fcp_cli.runtime.__file__).parent.rglob("*.py")
+        for path in (Path(fcp_cli.__file__).parent / room).rglob("*.py")
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in following
         if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"

@@ -153,7 +153,7 @@ class CollatedRows:
                 f"row {row} of the training data has {tokens} tokens but {planned} in the plan's manifest "
                 f"{self._name}; {_remedy(self._pairs)}"
             )
-        self.learned[row] = int((torch.as_tensor(labels)[1:planned] != IGNORED).sum())
+        self.learned[row] = int((_host_tensor(labels)[1:planned] != IGNORED).sum())
         return found
 
     def _check_mask(self, found: Any, row: int) -> None:
@@ -192,7 +192,7 @@ class CollatedRows:
 
 def _is_same(before: Collated, now: Collated) -> bool:
     ids, others = (found if isinstance(found, tuple) else (found.tokens, found.labels) for found in (before, now))
-    return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(ids, others, strict=True))
+    return all(torch.equal(_host_tensor(a), _host_tensor(b)) for a, b in zip(ids, others, strict=True))
 
 
 _READ_BEFORE = 8
@@ -353,7 +353,7 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
             f"the data collator gives no labels for row {row}; for language models, use "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
-    tokens, labels = (torch.as_tensor(batch[name]) for name in ("input_ids", "labels"))
+    tokens, labels = (_host_tensor(batch[name]) for name in ("input_ids", "labels"))
     if tokens.dim() != 2 or len(tokens) != 1 or labels.shape != tokens.shape:
         raise RunError(
             f"for row {row} the data collator returns input_ids of shape {tuple(tokens.shape)} and labels of "
@@ -362,8 +362,8 @@ def one_sequence(batch: Any, row: int, *, masked: bool = False) -> tuple[Tensor,
     span = unpadded_slice(batch, row)
     positions = batch.get("position_ids")
     if positions is not None:
-        row_positions = torch.as_tensor(positions)[..., span]
-        if not bool((row_positions == torch.arange(row_positions.shape[-1], dtype=row_positions.dtype)).all()):
+        row_positions = _host_tensor(positions)[..., span]
+        if not bool((row_positions == torch.arange(row_positions.shape[-1], device="cpu")).all()):
             raise RunError(
                 f"row {row} of the training data holds several sequences (its position_ids start again); leave packing "
                 "off: the plan packs"
@@ -380,7 +380,7 @@ def one_pair(batch: Any, row: int) -> JoinedSequences:
     names = ("input_ids", "attention_mask", answer_column)
     if not isinstance(batch, Mapping) or any(name not in batch for name in names):
         raise RunError(f"for row {row} the data collator returns no pair with {', '.join(names)}; a plan needs one")
-    tokens, mask, is_answer = (torch.as_tensor(batch[name]) for name in names)
+    tokens, mask, is_answer = (_host_tensor(batch[name]) for name in names)
     if answer_column == "labels":
         is_answer = is_answer != IGNORED
     if tokens.dim() != 2 or len(tokens) != 2:
@@ -398,13 +398,13 @@ def one_pair(batch: Any, row: int) -> JoinedSequences:
 
 def _is_redundant(name: Any, value: Any) -> bool:
     if name in _TYPES:
-        return not torch.as_tensor(value).any()
+        return not _host_tensor(value).any()
     return name in _REDUNDANT or str(name).startswith(_REDUNDANT_PREFIXES) or value is None
 
 
 def _is_explicit_mask(mask: Any) -> bool:
     """Return whether an attention mask defines more than padding."""
-    return isinstance(mask, Mapping) or (mask is not None and torch.as_tensor(mask).dim() == 4)
+    return isinstance(mask, Mapping) or (mask is not None and _host_tensor(mask).dim() == 4)
 
 
 def _mask_of(batch: Mapping[Any, Any], span: slice, row: int) -> Mask | None:
@@ -412,7 +412,7 @@ def _mask_of(batch: Mapping[Any, Any], span: slice, row: int) -> Mask | None:
     given = batch.get("attention_mask")
     if not _is_explicit_mask(given):
         types = next((batch[name] for name in _TYPES if batch.get(name) is not None), None)
-        return None if types is None else token_types(torch.as_tensor(types)[0][span].tolist())
+        return None if types is None else token_types(_host_tensor(types)[0][span].tolist())
     # If layer types have different masks, the full-attention layers define the mask.
     name = "full_attention"
     if isinstance(given, Mapping) and name not in given:
@@ -420,8 +420,8 @@ def _mask_of(batch: Mapping[Any, Any], span: slice, row: int) -> Mask | None:
     given = given[name] if isinstance(given, Mapping) else given
     if given is None:  # None means causal in transformers
         return CAUSAL
-    matrix = torch.as_tensor(given)
-    tokens = torch.as_tensor(batch["input_ids"]).shape[1]
+    matrix = _host_tensor(given)
+    tokens = _host_tensor(batch["input_ids"]).shape[1]
     if matrix.shape != (1, 1, tokens, tokens):
         raise RunError(
             f"the attention mask of row {row} has the shape {tuple(matrix.shape)}; a mask of {tokens} tokens has "
@@ -434,12 +434,17 @@ def _mask_of(batch: Mapping[Any, Any], span: slice, row: int) -> Mask | None:
         raise RunError(f"the attention mask of row {row} cannot be followed: {error}; give spans, or none") from error
 
 
+def _host_tensor(values: Any) -> Tensor:
+    """Return a row's or a collator's values on the host, even if the script has another default device."""
+    return torch.as_tensor(values, device="cpu")
+
+
 def unpadded_slice(batch: Mapping[Any, Any], row: int) -> slice:
     """Return the slice of the sequence between its padding, in a batch of one."""
     mask = batch.get("attention_mask")
     if mask is None or _is_explicit_mask(mask):
-        return slice(0, torch.as_tensor(batch["input_ids"]).shape[1])
-    kept = torch.as_tensor(mask)[0].nonzero().flatten()
+        return slice(0, _host_tensor(batch["input_ids"]).shape[1])
+    kept = _host_tensor(mask)[0].nonzero().flatten()
     if not len(kept) or int(kept[-1] - kept[0]) + 1 != len(kept):
         raise RunError(f"the attention mask of row {row} has gaps, which a plan cannot follow")
     return slice(int(kept[0]), int(kept[-1]) + 1)
@@ -491,7 +496,7 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
     has_masks = has_masks_of_types(config)
     types = None if has_masks else batch.get("mm_token_type_ids")
     span = unpadded_slice(batch, row)
-    ids = torch.as_tensor(batch["input_ids"])[0][span].numpy()
+    ids = _host_tensor(batch["input_ids"])[0][span].numpy()
     is_placeholder = np.isin(ids, [config.image_token_id, getattr(config, "video_token_id", config.image_token_id)])
     is_visual = bool(is_placeholder.any())
     family: Any = FAMILIES[config.model_type]
@@ -508,7 +513,7 @@ def _visual_row(batch: Mapping[Any, Any], row: int, masked: bool, config: Any) -
     found = one_sequence({name: value for name, value in batch.items() if name not in taken}, row, masked=masked)
     if not is_visual:  # some collators add a blank image to the padding of text-only rows
         return found
-    if types is not None and not np.array_equal(torch.as_tensor(types)[0][span].numpy() > 0, is_placeholder):
+    if types is not None and not np.array_equal(_host_tensor(types)[0][span].numpy() > 0, is_placeholder):
         raise RunError(
             f"the mm_token_type_ids of row {row} of the training data mark other tokens as images than its "
             "placeholders; let the collator return those of the processor"
@@ -529,7 +534,7 @@ def _require_positions(given: Any, made: VisualSequence, span: slice, row: int) 
     """Raise RunError if the collator's positions differ from those that the model computes, which a plan uses."""
     if given is None:
         return
-    own = torch.as_tensor(given)[..., span].flatten(0, -2)[-3:].numpy()  # some collators put the text positions first
+    own = _host_tensor(given)[..., span].flatten(0, -2)[-3:].numpy()  # some collators put the text positions first
     counted = np.arange(own.shape[-1]) if made.position_ids is None else made.position_ids
     if own.shape[-2:] != np.broadcast_shapes(own.shape, counted.shape) or (own != counted).any():
         raise RunError(

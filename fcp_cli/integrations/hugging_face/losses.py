@@ -164,7 +164,7 @@ class BatchMeans:
         """Return the weights [1, tokens] of this rank's tokens; `normalised` divides the weighted sum by the rows."""
         row = microbatch.row
         found = {
-            one: torch.full((length,), self._weight_of_row[one])
+            one: torch.full((length,), self._weight_of_row[one], device="cpu")
             for one, length in zip(row.sequences, row.lengths, strict=True)
         }
         return microbatch.part_of(found)

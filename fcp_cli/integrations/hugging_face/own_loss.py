@@ -304,7 +304,7 @@ class OwnLoss(PlannedLoss):
         """Return complete sequences as a padded batch, like the script's collator."""
         device, longest = self._trainer.args.device, max(lengths)
         size = (len(rows), longest)
-        tokens = torch.zeros(size, dtype=torch.int64)
+        tokens = torch.zeros(size, dtype=torch.int64, device="cpu")
         labels, mask = torch.full_like(tokens, IGNORED), torch.zeros_like(tokens)
         for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             ids, learned = self._read(row)

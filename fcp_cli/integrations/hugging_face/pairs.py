@@ -75,7 +75,7 @@ class PairPack:
         # From the loader, not gathered: a gather before a step's first forward, in which DDP broadcasts buffers, could
         # deadlock.
         assert self.microbatch.pack_labels is not None
-        completion = torch.zeros(size, dtype=torch.int64)
+        completion = torch.zeros(size, dtype=torch.int64, device="cpu")
         completion[:, 1:] = self._placed((self.microbatch.pack_labels != -100).long())
         return {
             "input_ids": torch.zeros(size, dtype=torch.int64, device=device),
@@ -389,7 +389,7 @@ class LogitPreferenceLoss(PreferenceLoss):
     def _require_mean_of_halves(self, pack: PairPack, inputs: Mapping[str, Tensor], found: float) -> None:
         middle, dtype, answers = pack.pairs // 2, self._models[0].dtype, tuple(self._answers)
         expected, self._replays = 0.0, True
-        for part in (torch.arange(middle), torch.arange(middle, pack.pairs)):
+        for part in (torch.arange(middle, device="cpu"), torch.arange(middle, pack.pairs, device="cpu")):
             rows = torch.cat((part, part + pack.pairs)).to(answers[0].device)
             given = {name: values[rows] for name, values in inputs.items()}
             replayed = iter([values[rows] for values in answers])

@@ -246,7 +246,7 @@ def _numpy_blank(shape: Sequence[int]) -> Any:
 
 
 def _torch_blank(shape: Sequence[int]) -> torch.Tensor:
-    return torch.zeros(()).expand(*shape)
+    return torch.zeros((), device="cpu").expand(*shape)
 
 
 def _or_blank(own: Callable[..., Any], blank: Callable[[Sequence[int]], Any]) -> Callable[..., Any]:

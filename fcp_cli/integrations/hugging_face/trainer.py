@@ -94,7 +94,8 @@ class TrainerFollower:
         updates = metadata.steps_per_epoch * args.gradient_accumulation_steps
         # transformers warns if it has no tokens to count; a step of the script's own must fail on a batch without them.
         counts = getattr(args, "include_num_input_tokens_seen", "no") not in ("no", False)
-        empty = dict.fromkeys(("input_ids", "attention_mask"), torch.zeros((1, 0), dtype=torch.int64)) if counts else {}
+        nothing = torch.zeros((1, 0), dtype=torch.int64, device="cpu")
+        empty = dict.fromkeys(("input_ids", "attention_mask"), nothing) if counts else {}
         # The trainer only counts rows and batches; the session fetches their contents.
         rows: Any = range(metadata.manifest.rows)
         return DataLoader(rows, batch_sampler=[[0]] * updates, collate_fn=lambda _: dict(empty))
@@ -311,7 +312,7 @@ class StopAtStepEnd(TrainerCallback):
         """Exit the script if it was stopped, once every rank has written its part of the checkpoint."""
         run_dir = os.environ.get(RUN_DIR_VARIABLE)
         if self.has_stopped:
-            self._world.start_sum(torch.zeros(1, dtype=torch.int64)).wait()
+            self._world.start_sum(torch.zeros(1, dtype=torch.int64, device="cpu")).wait()
             raise SystemExit(INTERRUPTED)
         if run_dir and self._world.rank == 0:
             forget_stopped(Path(run_dir))

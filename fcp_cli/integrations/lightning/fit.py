@@ -186,7 +186,7 @@ class CountedBatches:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for _ in range(self._batches):  # Lightning weighs logs by the first dimension
-            yield {"input_ids": torch.zeros((self._batch_size, 0), dtype=torch.int64)}
+            yield {"input_ids": torch.zeros((self._batch_size, 0), dtype=torch.int64, device="cpu")}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state; without a state, Lightning warns about resuming within an epoch."""

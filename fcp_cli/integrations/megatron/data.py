@@ -139,7 +139,9 @@ class LocalShard:
     def owners(self) -> Tensor:
         """Sequence index of each token, [tokens] int64; the number of sequences for padding."""
         count = len(self.lengths)
-        of_pack = torch.arange(count).repeat_interleave(torch.tensor(self.layout.lengths, dtype=torch.int64))
+        of_pack = torch.arange(count, device="cpu").repeat_interleave(
+            torch.tensor(self.layout.lengths, dtype=torch.int64, device="cpu")
+        )
         owners = torch.full_like(self.positions, count)
         held = of_pack[torch.from_numpy(self.layout.index(self.member))]
         owners[: held.shape[0]] = held
@@ -266,14 +268,14 @@ def load_shard(
     if shard.get(POSITIONS, positions).dim() == 1 and len(items) <= max(len(packs), 1):
         shard[POSITIONS] = positions
     # Placeholder for scripts that pass a mask on; the plan's layout determines masking.
-    shard[ATTENTION_MASK] = torch.zeros(1, 1, 1, dtype=torch.bool)
+    shard[ATTENTION_MASK] = torch.zeros(1, 1, 1, dtype=torch.bool, device="cpu")
     return LocalShard(
         row=row,
         member=member,
         layout=layout,
         batch=samples.collate([shard]),
         positions=positions,
-        is_planned=shard_of([torch.ones(item[TOKENS].shape[-1], dtype=torch.bool) for item in items]),
+        is_planned=shard_of([torch.ones(item[TOKENS].shape[-1], dtype=torch.bool, device="cpu") for item in items]),
         lengths=lengths,
         ahead=look_ahead(items, _AHEAD, LOSS_MASK, places_ahead, shard_of) if places_ahead else None,
     )
@@ -306,7 +308,11 @@ def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, T
         )
     tokens = len(found[TOKENS])
     require_length(tokens, length, row=at)
-    tensors = {name: torch.as_tensor(value) for name, value in found.items() if name not in (ATTENTION_MASK, MASK)}
+    tensors = {
+        name: torch.as_tensor(value, device="cpu")
+        for name, value in found.items()
+        if name not in (ATTENTION_MASK, MASK)
+    }
     whole = {name: tensor for name, tensor in tensors.items() if tensor.dim() and tensor.shape[-1] == tokens}
     mask = mask_of(found, at, tokens)
     if samples.masks is not None:
@@ -325,7 +331,7 @@ def _sequences(samples: Samples, at: int, length: int) -> tuple[list[dict[str, T
 def mask_of(item: Mapping[str, Any], at: int, tokens: int) -> Mask:
     """Return the mask of an item: its `mask`, else bidirectional spans in its attention mask, else causal."""
     mask: Mask | None = item.get(MASK)
-    return _spans_by(torch.as_tensor(item.get(ATTENTION_MASK, ())), at, tokens) if mask is None else mask
+    return _spans_by(torch.as_tensor(item.get(ATTENTION_MASK, ()), device="cpu"), at, tokens) if mask is None else mask
 
 
 def _spans_by(mask: Tensor, at: int, tokens: int) -> Mask:
@@ -359,10 +365,10 @@ def sequence_ends(item: Mapping[str, Any], at: int, tokens: int, length: int) ->
     if not length:
         return [0]
     packed = next((item[name] for name in _ENDS_OF_PACKS if item.get(name) is not None), None)
-    mask, positions = (torch.as_tensor(item.get(name, ())) for name in (ATTENTION_MASK, POSITIONS))
+    mask, positions = (torch.as_tensor(item.get(name, ()), device="cpu") for name in (ATTENTION_MASK, POSITIONS))
     ends = [length]
     if packed is not None:
-        ends = _ends_in(torch.as_tensor(packed).flatten().tolist(), at, length)
+        ends = _ends_in(torch.as_tensor(packed, device="cpu").flatten().tolist(), at, length)
     elif mask.dtype == torch.bool and mask.shape[-2:] == (tokens, tokens):
         ends = _ends_by(mask.reshape(tokens, tokens), at, length)
     if len(ends) == 1 and positions.shape == (tokens,) and int(positions[length - 1]) != length - 1:
@@ -462,7 +468,9 @@ def look_ahead(
         places: number of places to look ahead.
         shard_of: slices the shard out of whole sequences.
     """
-    masks = [item[mask] if mask in item else torch.ones(next(iter(item.values())).shape[-1]) for item in items]
+    masks = [
+        item[mask] if mask in item else torch.ones(next(iter(item.values())).shape[-1], device="cpu") for item in items
+    ]
     counts = [[float(_moved(one, place).sum()) for one in masks] for place in range(places + 1)]
     # At least 1, for sequences too short to have a loss that far ahead; their weight is unused.
     ratios = [

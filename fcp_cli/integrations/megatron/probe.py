@@ -120,11 +120,11 @@ class _MadeUp:
     def __getitem__(self, at: int) -> dict[str, Tensor]:
         length = self._lengths[at]
         draw = torch.Generator().manual_seed(at)
-        positions = torch.arange(length)
+        positions = torch.arange(length, device="cpu")
         return {
             TOKENS: torch.zeros_like(positions),
             POSITIONS: positions.expand(self._axes, -1) if self._axes > 1 else positions,
-            _HIDDEN: torch.randn(self._hidden_size, length, generator=draw),
+            _HIDDEN: torch.randn(self._hidden_size, length, generator=draw, device="cpu"),
             _PLACES: at + positions,
         }
 

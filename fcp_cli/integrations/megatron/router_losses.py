@@ -135,7 +135,7 @@ def _balancing_loss(
     if router.config.sequence_parallel:
         dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
     counts = drive(sequences.ring.summed(counts.contiguous()))
-    tokens = torch.tensor(lengths, dtype=scores.dtype).clamp_min(1).to(scores.device).unsqueeze(1)
+    tokens = torch.tensor(lengths, dtype=scores.dtype, device="cpu").clamp_min(1).to(scores.device).unsqueeze(1)
     weights = torch.cat((experts * counts / (router.topk * tokens), scores.new_zeros(1, experts)))
     by_token = torch.cat((weights[:-1] / tokens, weights[-1:]))
     loss: Tensor = coefficient * (scores * weights[owners]).sum()

@@ -61,7 +61,9 @@ class PlanProcessGroups:
             ranks: global ranks in ring order.
             lengths: tokens of each sequence, with padding.
         """
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu").to(
+            self.device, non_blocking=True
+        )
         return PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=ends,

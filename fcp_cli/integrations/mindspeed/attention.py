@@ -122,7 +122,7 @@ def replace_unflatten() -> bool:
     from mindspeed.core.context_parallel import utils
 
     try:
-        utils.unflatten_softmax(torch.zeros(2, 2, 8), [2])
+        utils.unflatten_softmax(torch.zeros(2, 2, 8, device="cpu"), [2])
     except RuntimeError:
         wrap_everywhere(_UNFLATTEN, unflatten_softmax_wrapper)
         return True
@@ -233,9 +233,9 @@ def _around_ring(
 @lru_cache(maxsize=CACHED_LAYOUTS)
 def _local_sequences(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
     """Return a shard in MindSpeed's format: sequence ends, and the indices of front and back chunks."""
-    sizes = torch.tensor(lengths)
+    sizes = torch.tensor(lengths, device="cpu")
     ends = sizes.cumsum(0)
-    is_front = torch.arange(int(ends[-1])) < (ends - sizes // 2).repeat_interleave(sizes)
+    is_front = torch.arange(int(ends[-1]), device="cpu") < (ends - sizes // 2).repeat_interleave(sizes)
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
     packed.kv_index = is_front.nonzero().flatten().to(device)
     packed.q_index = (~is_front).nonzero().flatten().to(device)

@@ -124,7 +124,7 @@ class _Probe:
 
     def run(self) -> None:
         shard = list(_SHARD)
-        ids, positions = self._ids(), torch.arange(_PROBE_TOKENS) * self._stride()
+        ids, positions = self._ids(), torch.arange(_PROBE_TOKENS, device="cpu") * self._stride()
         others = ids.roll(1)
         others[shard] = ids[shard]
         with self._probing():
@@ -177,7 +177,7 @@ class _Probe:
         configs = (self._config, self._model.config)
         special = {v for c in configs for name, v in vars(c).items() if "token" in name and isinstance(v, int)}
         free = [number for number in range(self._config.vocab_size) if number not in special]
-        return torch.tensor([free[(7 * i + 3) % len(free)] for i in range(_PROBE_TOKENS)])
+        return torch.tensor([free[(7 * i + 3) % len(free)] for i in range(_PROBE_TOKENS)], device="cpu")
 
     def _stride(self) -> int:
         """Return the distance between probed positions.
