@@ -142,7 +142,7 @@ def _print_commands(options: SelftestOptions) -> None:
     measurement = _prepare(options, folder)
     settings = _settings(options, measurement, folder).write()
     meeting = meeting_options(options.nodes, address="MASTER_ADDR", port=29500, job=str(folder))
-    argv = torchrun_argv(options.devices_per_node, python="python", options=meeting)
+    argv = torchrun_argv(options.devices_per_node, options=meeting)
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in _environment(measurement).items())
     note(f"wrote {folder}; run this on each of {options.nodes} nodes, NODE_RANK 0 being MASTER_ADDR, with that folder")
     note(f"on shared storage; rank 0 then writes {folder}/report.json and prints the block")

@@ -482,7 +482,7 @@ def _weights(request: LaunchRequest, model: str, assumed: Assumptions) -> Path |
     given, is_random = request.training.get("weights"), _wants_random_weights(request)
     folder = Path(model if given is None else given)
     if is_random or (given is None and not has_weights(folder)):
-        if not is_random:
+        if not is_random and not request.resume:
             assumed.assume(
                 "--weights", "random", "--weights FOLDER, or a checkpoint's folder as --model, starts from one"
             )

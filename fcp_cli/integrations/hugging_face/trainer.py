@@ -288,6 +288,7 @@ class StopAtStepEnd(TrainerCallback):
     def __init__(self, trainer: Any, session: Session) -> None:
         self.has_stopped = False
         self._trainer, self._world, self._source = trainer, session.world, session.source
+        self._recorder = session.recorder
         self._request = StopRequest().install()
         trainer.add_callback(self)
 
@@ -296,6 +297,10 @@ class StopAtStepEnd(TrainerCallback):
             self.has_stopped = control.should_save = control.should_training_stop = True
             if self._source is not None:
                 self._source.is_stopped = True
+        if control.should_save and self._recorder is not None:
+            # The step's record before its checkpoint: a job that is killed behind it resumes after the step.
+            self._recorder.end()
+            self._recorder.flush()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run_dir = os.environ.get(RUN_DIR_VARIABLE)
