@@ -80,6 +80,7 @@ PLACED = {
 {% set annotations = {"site.example/owner": "llm"} %}
 {% set priority_class = "high" %}
 {% set service_account = "trainer" %}
+{% set volumes = [{"path": "/scratch", "source": {"hostPath": {"path": "/mnt/nvme", "type": "Directory"}}}] %}
 {% set shared_memory = "64Gi" %}
 """,
 }
