@@ -95,8 +95,8 @@ def _other_recipe(job: Job) -> str:
 def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that a plan without a recipe fits into a device, by the memory block of its cost profile.
 
-    `memory.rank_memory` covers plans with a recipe. Without --model, a script's model defaults to the plan's, as the
-    message says.
+    `memory_check.rank_memory` covers plans with a recipe. Without --model, a script's model defaults to the plan's, as
+    the message says.
     """
     profile, capacity = job.profile, facts.device_memory_bytes
     if profile is None or not capacity or not _knows_memory(profile, job) or job_memory(job, facts) is not None:

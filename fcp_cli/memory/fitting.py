@@ -1,6 +1,6 @@
 """Recipes that fit the memory of a job's ranks, and the cheapest of them that reaches a token budget.
 
-`fitting_recipe` chooses by memory alone, if no lengths are known; `planning.recipe_search` prices the recipes of
+`fitting_recipe` chooses by memory alone, if no lengths are known; `planning.recipe` prices the recipes of
 `all_fits` on the lengths of a plan.
 """
 

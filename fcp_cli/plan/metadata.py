@@ -174,7 +174,7 @@ class PlanMetadata(PlanSetup):
         batching: batching rule, or None for `global_batch_size` sequences in order.
         solver_options: settings of the solver besides the common ones.
         cost_profile: full text of the YAML file.
-        shuffle_kind: `index-free`: epochs are permuted by `planning.shuffling`; None: by PCG64's permutation.
+        shuffle_kind: `index-free`: epochs are permuted by `planning.batches`; None: by PCG64's permutation.
         mixture: sources and weights if the manifest is a mixture, or None.
         continues: run that the plan continues; None: it begins with step 0.
         plan_hash: content hash over rows and metadata; see `hashing`.

@@ -1,1 +1,1 @@
-"""From global batches to micro-batches: solvers, allocation, placement, bounds; one file per peer in `published/`."""
+"""From global batches to micro-batches: solvers, allocation, placement, bounds; one file per peer in `strategies/`."""

@@ -1,6 +1,6 @@
 """Lower bounds: seconds that no schedule of a step can beat under the same cost profile.
 
-Simple bounds are proven here, tighter ones in `compiled.certificate`, `compiled.crowds` and `compiled.dealing`.
+Simple bounds are proven here, tighter ones in `compiled.certificate` and `compiled.wave_bounds`.
 """
 
 from __future__ import annotations

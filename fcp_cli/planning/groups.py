@@ -146,8 +146,8 @@ def _halves(block: range, per_node: int) -> tuple[range, range]:
 # Groups allowed under a limit on the peers of a rank.
 #
 # A group consists of neighbouring ranks, and rings of different groups reuse the same pairs of ranks
-# (`plan.ring_order`). The pairs of all possible groups are therefore counted once, and no plan, step or resumed run
-# exceeds that count. Restricting groups across nodes to whole nodes lowers it.
+# (`plan.rings.ring_order`). The pairs of all possible groups are therefore counted once, and no plan, step or resumed
+# run exceeds that count. Restricting groups across nodes to whole nodes lowers it.
 
 _COUNTED_NODES = 10  # enough: pairs across nodes repeat every four nodes, and span at most two
 

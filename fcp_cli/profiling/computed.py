@@ -1,6 +1,6 @@
 """Computes cost coefficients from model and cluster descriptions, without measuring (`--analytic`).
 
-`models.operations` counts a forward pass. A backward pass costs 2 forward passes of the matrices and, since it
+`forward_operations` counts a forward pass. A backward pass costs 2 forward passes of the matrices and, since it
 recomputes scores, 2.5 of attention. Activation recomputation adds another forward pass: only of matrices if attention
 outputs are saved, and only of elementwise operations if matrix outputs are saved, too. The backward pass ends at the
 first layer with trained weights, and frozen matrices have no weight gradient. A frozen vision encoder runs only

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Strategies of other systems, one file each, priced and planned like fcp's own for `fcp compare` and `--solver`."""

@@ -2,7 +2,7 @@
 
 A global batch is cut into waves (the papers' micro-batches). The sequences of a wave are packed best-fit decreasing; a
 pack opened by sequence k needs d_min = ceil(tokens_k / budget) ranks. Then the packs of the wave get the degrees that
-minimize the time of the slowest pack (`degree_allocation`).
+minimize the time of the slowest pack (`allocate_by_threshold`).
 
 The papers leave open how a batch is cut ("micro-batch planner"), although it decides most of the result. So three ways
 are tried, each with several numbers of waves, and the candidate with the least predicted step time wins:

@@ -2,7 +2,7 @@
 
 The batch is cut, in order of length, into M micro-batches of about equal tokens. M starts at the fewest that hold the
 tokens, and a few more are tried. The sequences of a micro-batch are put into 16 buckets, and an integer program
-(`flexsp_milp`) opens groups of power-of-two degrees and fills them. The M with the smallest sum of makespans wins.
+(`solve`) opens groups of power-of-two degrees and fills them. The M with the smallest sum of makespans wins.
 Choices that the paper leaves open:
 
 - HiGHS through SciPy instead of SCIP, with the same 5 s per program. At the time limit the answer depends on the

@@ -1,6 +1,6 @@
 """`megatron-dynamic-cp`: the hybrid (dynamic) context parallelism of Megatron-LM.
 
-The rounds are those of megatron-core's scheduler (`megatron_rounds`); a test compares them with the original. Choices
+The rounds are those of megatron-core's scheduler (`balanced_rounds`); a test compares them with the original. Choices
 that it leaves open are made per step, by predicted time:
 
 - `--max-seqlen-per-dp-cp-rank` is the token budget or its half, quarter or eighth; smaller ones shard sequences more.
