@@ -2,8 +2,8 @@
 
 Every epoch is a permutation of the rows (their own order without shuffling), cut into global batches that never cross
 an epoch. The permutation of epoch e comes from PCG64 seeded with (seed, e), so any step can be made independently.
-Above `ROWS_IN_MEMORY` rows it is index-free (a Feistel network), and lengths are gathered for windows of consecutive steps,
-so memory does not grow with the manifest.
+Above `ROWS_IN_MEMORY` rows it is index-free (a Feistel network), and lengths are gathered for windows of consecutive
+steps, so memory does not grow with the manifest.
 """
 
 from __future__ import annotations
