@@ -106,7 +106,7 @@ def _launch_own_command(options: LaunchRequest) -> None:
 
 def _run_preflight(options: LaunchRequest) -> None:
     """Run only the checks; exit status 1 if one of them would stop the launch."""
-    from fcp_cli.launching.preflight import check_space
+    from fcp_cli.launching.refusals import check_space
     from fcp_cli.launching.software import error
 
     findings: list[Finding] = []
@@ -302,7 +302,7 @@ def _start(
     resume: bool,
 ) -> str:
     """Write the files to the run directory and submit to Slurm; return sbatch's output, "" for other targets."""
-    from fcp_cli.launching.preflight import check_run_dir
+    from fcp_cli.launching.refusals import check_run_dir
     from fcp_cli.launching.targets import require_sbatch, submit
     from fcp_cli.runs.run_dir import write_launch, write_record
 
@@ -365,7 +365,7 @@ _FAR_OFF = 1.5  # factor between predicted and measured step time that is report
 def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     """Run this machine's ranks in an owned run directory, show their output, and report the end."""
     from fcp_cli.launching.commands import launch_record, resume_command
-    from fcp_cli.launching.preflight import check_run_dir
+    from fcp_cli.launching.refusals import check_run_dir
     from fcp_cli.launching.supervise import full_disk_line, is_full
     from fcp_cli.runs.run_dir import write_launch, write_record
     from fcp_cli.util.files import write_text_atomically

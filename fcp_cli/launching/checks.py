@@ -1,7 +1,7 @@
 """Preflight checks: pure functions from a job and facts of this machine to findings of one line, with a remedy.
 
 Errors stop the launch before anything starts; warnings are only printed. Faults that prevent resolving a job at all (no
-plan, an unknown model) raise earlier, some of them in `preflight`.
+plan, an unknown model) raise earlier, some of them in `refusals`.
 """
 
 from __future__ import annotations

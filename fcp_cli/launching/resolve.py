@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias, get_type_hints
 
 from fcp_cli.cost.recipe import RecipeRequest
 from fcp_cli.errors import PlanError, ProfileError, RunError, UsageError
-from fcp_cli.launching import preflight
+from fcp_cli.launching import refusals
 from fcp_cli.launching.commands import hooked_environment, probe_variable
 from fcp_cli.launching.environment import job_variables, set_by_fcp
 from fcp_cli.launching.job import (
@@ -131,7 +131,7 @@ def resolve(
         machine = cluster_machine(device, metadata, find_machine, assumed)
     num_nodes, processes_per_node = place(plan, metadata, machine, nodes=nodes, must_fit=runs_here, model=request.model)
     if runs_here:
-        preflight.check_nodes(num_nodes, request.node_rank, request.master_addr, request.run_dir)
+        refusals.check_nodes(num_nodes, request.node_rank, request.master_addr, request.run_dir)
     if (planned := planned_nodes(metadata)) != num_nodes:
         here = "this machine" if num_nodes == 1 else f"{num_nodes} nodes"
         assumed.assume(
@@ -405,7 +405,7 @@ def _trainer_settings(
     runs_here: bool,
 ) -> TrainSettings:
     """Return the bundled trainer's settings with defaults applied."""
-    preflight.check_trainer(metadata, plan, needs_transformers=runs_here)
+    refusals.check_trainer(metadata, plan, needs_transformers=runs_here)
     model = _model(request.model, metadata, assumed)
     if request.plan is None and not is_assumed(metadata):
         assumed.assume("--plan", plan, "it is in this folder")
@@ -442,9 +442,9 @@ def _check_training(job: Job, settings: TrainSettings, assumed: Assumptions, *, 
     if metadata.recipe is None:
         _note_vision(metadata, settings, assumed)
     if not is_assumed(metadata):
-        preflight.check_steps(plan, metadata, settings.steps)
+        refusals.check_steps(plan, metadata, settings.steps)
     if settings.resume:
-        preflight.check_resumable(
+        refusals.check_resumable(
             settings.run_dir,
             read_launch(settings.run_dir),
             metadata,
@@ -452,7 +452,7 @@ def _check_training(job: Job, settings: TrainSettings, assumed: Assumptions, *, 
             accepts_unrecorded=settings.accept_unrecorded,
         )
     else:
-        preflight.check_beginning(plan, metadata)
+        refusals.check_beginning(plan, metadata)
 
 
 def _model(given: str | None, metadata: PlanMetadata, assumed: Assumptions) -> str:

@@ -61,7 +61,7 @@ def test_a_job_that_failed_on_a_full_disk_ends_with_that_line(
     failure = Failure(rank=None, status=1, message="", last_lines=(), log=tmp_path / "torchrun.log")
     outcome = JobOutcome(status=1, stopped_by=None, failure=failure)
     monkeypatch.setattr(launch, "_run_watched", lambda *_, **__: (outcome, RunProgress(job.paths, None)))
-    monkeypatch.setattr("fcp_cli.launching.preflight.check_run_dir", lambda *_: None)
+    monkeypatch.setattr("fcp_cli.launching.refusals.check_run_dir", lambda *_: None)
     monkeypatch.setattr("fcp_cli.launching.commands.launch_record", lambda *_: None)
     monkeypatch.setattr("fcp_cli.runs.run_dir.write_record", lambda *_: None)
     monkeypatch.setattr("fcp_cli.runs.run_dir.write_launch", lambda *_: None)

@@ -13,7 +13,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, PlanError, RunError
-from fcp_cli.launching import preflight
+from fcp_cli.launching import refusals
 from fcp_cli.plan.file import read_proven
 from fcp_cli.plan.metadata import Continuation
 from fcp_cli.runs.checkpoints import CheckpointHeader, FileSums, check_unfinished
@@ -73,21 +73,21 @@ def test_a_missing_library_is_named_with_the_pip_line(
     ):
         if package == "torch":
             machine.find_machine()
-        preflight.check_trainer(read_proven(plan), plan, needs_transformers=True)
+        refusals.check_trainer(read_proven(plan), plan, needs_transformers=True)
     if package == "transformers":
-        preflight.check_trainer(read_proven(plan), plan, needs_transformers=False)
+        refusals.check_trainer(read_proven(plan), plan, needs_transformers=False)
 
 
 def test_all_steps_of_a_plan_may_be_asked_for(plan: Path) -> None:
-    preflight.check_steps(plan, read_proven(plan), 3)
+    refusals.check_steps(plan, read_proven(plan), 3)
     with pytest.raises(RunError, match=r"--steps is 4, but .*/plan\.parquet ends after 3"):
-        preflight.check_steps(plan, read_proven(plan), 4)
+        refusals.check_steps(plan, read_proven(plan), 4)
 
 
 def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: Path, tmp_path: Path) -> None:
     metadata = read_proven(plan)
     with pytest.raises(RunError, match=f"was trained under the plan 0000, but this one is {metadata.plan_hash[:12]}"):
-        preflight.check_resumable(tmp_path, launch_record(plan_hash="0000"), metadata, None)
+        refusals.check_resumable(tmp_path, launch_record(plan_hash="0000"), metadata, None)
     launched = launch_record(plan_hash=metadata.plan_hash)
     for step in (1, 2):
         write_header(tmp_path, step, metadata.plan_hash)
@@ -96,14 +96,14 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
             "RunError: FOLDER/checkpoints/step-00000002 has finished 2 steps, but FOLDER/metrics.jsonl records 0: steps 1 to 2 are in no record; resume with --accept-unrecorded, or remove step-00000001 and step-00000002 to train them again from the beginning"
         )
     ):
-        preflight.check_resumable(tmp_path, launched, metadata, None)
-    preflight.check_resumable(tmp_path, launched, metadata, None, accepts_unrecorded=True)
+        refusals.check_resumable(tmp_path, launched, metadata, None)
+    refusals.check_resumable(tmp_path, launched, metadata, None, accepts_unrecorded=True)
     write_steps(tmp_path / "metrics.jsonl", 2)
-    preflight.check_resumable(tmp_path, launched, metadata, None)
+    refusals.check_resumable(tmp_path, launched, metadata, None)
     with raises(
         snapshot("RunError: FOLDER has finished 2 of 2 steps: nothing to resume; give a larger --steps; the plan has 3")
     ):
-        preflight.check_resumable(tmp_path, launched, metadata, 2)
+        refusals.check_resumable(tmp_path, launched, metadata, 2)
     check_unfinished(tmp_path, tmp_path, 2, last_step=3, end_step=3)
     (tmp_path / "model").mkdir()
     for weights in ("", f" and with --weights {tmp_path}/model"):
@@ -116,7 +116,7 @@ def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: 
         (tmp_path / "model" / "config.json").write_text("{}")
     write_header(tmp_path, 2, "f" * 64)
     with pytest.raises(RunError, match=f"made under the plan ffffffffffff, but this one is {metadata.plan_hash[:12]}"):
-        preflight.check_resumable(tmp_path, launched, metadata, None)
+        refusals.check_resumable(tmp_path, launched, metadata, None)
 
 
 def test_a_checkpoint_without_one_of_its_files_is_refused_before_anything_is_started(
@@ -130,7 +130,7 @@ def test_a_checkpoint_without_one_of_its_files_is_refused_before_anything_is_sta
             "RunError: FOLDER/checkpoints/step-00000002/state.safetensors is missing or unreadable: No such file or directory; remove FOLDER/checkpoints/step-00000002 to resume from step-00000001"
         )
     ):
-        preflight.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
+        refusals.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
 
 
 def write_header(run_dir: Path, step: int, plan_hash: str, *, files: Mapping[str, FileSums] | None = None) -> None:
@@ -159,13 +159,13 @@ def test_a_plan_that_continues_a_run_begins_no_new_one(plan: Path, tmp_path: Pat
             "RunError: FOLDER/plan.parquet continues from step 7 of a run under the plan 000000000000; resume that run: fcp launch --plan FOLDER/plan.parquet --run-dir RUN --resume"
         )
     ):
-        preflight.check_beginning(plan, metadata)
+        refusals.check_beginning(plan, metadata)
     with raises(
         snapshot(
             "RunError: the plan continues from step 7, but FOLDER has no checkpoint to continue from; start a new run with a plan of all steps"
         )
     ):
-        preflight.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
+        refusals.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
 
 
 def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
@@ -173,16 +173,16 @@ def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     with raises(
         snapshot("FcpError: cannot write the run directory FOLDER/file/run: Not a directory; choose another --run-dir")
     ):
-        preflight.check_run_dir(local_job(run_dir=tmp_path / "file" / "run"))
+        refusals.check_run_dir(local_job(run_dir=tmp_path / "file" / "run"))
 
 
 def test_a_full_disk_is_found_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1_000_000_000))
     settings = TrainSettings(plan=Path("plan.parquet"), model="qwen3-8b", run_dir=Path("run"))
     with pytest.raises(FcpError, match=r"has 1.0 GB free, but 3 checkpoints and the exported model need 360.5 GB"):
-        preflight.check_run_dir(local_job(run_dir=tmp_path, settings=settings))
+        refusals.check_run_dir(local_job(run_dir=tmp_path, settings=settings))
     with pytest.raises(FcpError, match="GB free"):
-        preflight.check_run_dir(local_job(run_dir=tmp_path / "run", settings=settings))
+        refusals.check_run_dir(local_job(run_dir=tmp_path / "run", settings=settings))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -210,4 +210,4 @@ NODES_MESSAGES = snapshot(
 @pytest.mark.parametrize("case", NODES)
 def test_several_nodes_must_be_able_to_meet_and_write_to_one_place(case: str) -> None:
     with raises(NODES_MESSAGES[case]):
-        preflight.check_nodes(2, *NODES[case])
+        refusals.check_nodes(2, *NODES[case])
