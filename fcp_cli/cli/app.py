@@ -11,7 +11,6 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -100,19 +99,15 @@ def root(
 _SURROGATE = re.compile("[\ud800-\udfff]")  # a byte of an argument that is not UTF-8
 
 
-def _require_text(arguments: Sequence[str]) -> None:
-    """Raise UsageError if an argument is not UTF-8: plans and run folders record names as text."""
-    if word := next((word for word in arguments if not word.isascii() and _SURROGATE.search(word)), None):
-        raise UsageError(f"the argument {word!a} is not UTF-8 text; rename the file or folder")
-
-
 def main() -> None:
     """Run `fcp`; an FcpError becomes one line on stderr and its exit status."""
     open_closed_streams()
     settle_terminal_size(os.environ)
     stdout = sys.stdout
     try:
-        _require_text(sys.argv)
+        # Plans and run folders record names as text.
+        if word := next((word for word in sys.argv if not word.isascii() and _SURROGATE.search(word)), None):
+            raise UsageError(f"the argument {word!a} is not UTF-8 text; rename the file or folder")
         try:
             app()
         except RuntimeError as error:

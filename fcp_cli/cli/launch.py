@@ -336,11 +336,13 @@ def owned_job(
 
     with ExitStack() as stack:
         owned: list[Ownership] = []
+        # Equal on all nodes of a launch on several.
+        job = f"{options.nodes} nodes at {options.master_addr}:{options.master_port}" if options.master_addr else ""
 
         def claim(run_dir: Path | None, name: str) -> Path:
             while True:
                 path = run_dir or next_run_dir(name)
-                taking = partial(own, path, node=options.node_rank or 0, job=_job_of(options), announce=note)
+                taking = partial(own, path, node=options.node_rank or 0, job=job, announce=note)
                 try:
                     owned.append(stack.enter_context(taking(must_be_new=run_dir is None)))
                 except FileExistsError:
@@ -350,11 +352,6 @@ def owned_job(
                 return path
 
         yield resolve(options, claim), owned[0]
-
-
-def _job_of(options: LaunchRequest) -> str:
-    """Return a job id that is equal on all nodes of a multi-node launch; "" on a single node."""
-    return f"{options.nodes} nodes at {options.master_addr}:{options.master_port}" if options.master_addr else ""
 
 
 # A job on this machine: its progress and its end.

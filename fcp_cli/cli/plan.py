@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from fcp_cli.cli.command import takes
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.options import PlanRequest
-from fcp_cli.util.console import Assumptions, note, note_once, print_json, print_result, progress, results
+from fcp_cli.util.console import Assumptions, note, print_json, print_result, progress, results
 from fcp_cli.util.files import refuse_to_overwrite
 from fcp_cli.util.options import MOST_RANKS, MOST_WORKERS, Opt, Typed, options_of
 from fcp_cli.util.words import counted, duration
@@ -183,10 +183,9 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
     """Print a note if the planner must first be compiled on this machine."""
     if "fcp" not in solvers:
         return
-    from fcp_cli.planning.candidates import is_compiled
+    from fcp_cli.planning.candidates import tell_compiling
 
-    if not all(map(is_compiled, syncs)):
-        note_once("compiling the planner: about a minute, once on this machine")
+    tell_compiling(syncs)
 
 
 def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, next_command: str | None = None) -> None:
@@ -218,7 +217,9 @@ def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, nex
     model = inputs.request.model
     is_named = model is not None or "--model" not in inputs.assumptions.assumed
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
-        trains = f"--model {_model_to_train(model, inputs.problem.profile.model)} {followed}"
+        # A path in place of its name, which alone would not locate it.
+        found = inputs.problem.profile.model if model is None or not Path(model).exists() else shlex.quote(model)
+        trains = f"--model {found} {followed}"
     where = "" if nodes == 1 else f" for {nodes} nodes (--target slurm submits the job)"
     note(f"wrote {output}{where}; next: {next_command or f'fcp launch {trains}'}")
 
@@ -233,11 +234,6 @@ def _arguments_of_megatron(metadata: PlanMetadata) -> Iterable[tuple[str, int]]:
                 yield flag, getattr(metadata, key)
         if metadata.has_equal_batches:
             yield "--global-batch-size", metadata.global_batch_size
-
-
-def _model_to_train(given: str | None, planned: str) -> str:
-    """Return the model for the next command: a given path, which its name alone would not locate, else the name."""
-    return planned if given is None or not Path(given).exists() else shlex.quote(given)
 
 
 def _plan_to_stdout(inputs: PlanInputs, options: PlanOptions) -> None:

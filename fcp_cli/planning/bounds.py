@@ -14,7 +14,7 @@ from fcp_cli.cost.model import Work, recomputation_seconds
 from fcp_cli.plan.setup import Pipeline, Speeds
 from fcp_cli.planning.compiled.certificate import alone_by_degree, area_bound, least_alone, longest_alone
 from fcp_cli.planning.compiled.core import PlannerInputs, Sequences
-from fcp_cli.planning.compiled.wave_bounds import dealt_bound, waves_bound
+from fcp_cli.planning.compiled.wave_bounds import waves_bound
 from fcp_cli.planning.kernel_inputs import by_falling_work, in_batch_order, planner_inputs, repriced, shared_tokens
 from fcp_cli.planning.problem import Problem
 from fcp_cli.util.arrays import FloatArray
@@ -82,8 +82,7 @@ def _work_bound(work: Work, problem: Problem) -> float:
         for weight in _WEIGHTS:
             bound = max(bound, area_bound(bound, waves, *_of_both_clocks(weight, sequences, problem)))
     if waves:
-        inputs = planner_inputs(problem)
-        bound = dealt_bound(waves_bound(bound, sequences, inputs), sequences, inputs)
+        bound = waves_bound(bound, sequences, planner_inputs(problem))
     return float(bound)
 
 

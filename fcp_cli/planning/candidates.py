@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import accumulate, product
@@ -43,6 +43,7 @@ from fcp_cli.planning.speeds import assign_at_speeds
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.compiling import is_kept
+from fcp_cli.util.console import note_once
 from fcp_cli.util.processes import interrupts_deferred
 
 _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
@@ -113,7 +114,13 @@ def _with_few_peers(problem: Problem, max_peers: int) -> FcpSolver:
 
 def is_compiled(sync: Sync) -> bool:
     """Return whether the compiled search of this sync is cached on disk."""
-    return is_kept(timelines.schedule if sync == "iteration" else waves.plan)
+    return is_kept(timelines.schedule if sync == "iteration" else waves.planned)
+
+
+def tell_compiling(syncs: Iterable[Sync]) -> None:
+    """Print a note if the search of any sync must first be compiled on this machine."""
+    if not all(map(is_compiled, syncs)):
+        note_once("compiling the planner: half a minute to a minute, once on this machine")
 
 
 def winner_of(
@@ -432,8 +439,11 @@ def make_solver(
     sample = [batches.batch(step) for step in spread_steps(len(batches), _CHOOSING_STEPS)]
 
     def limited_to(groups: list[range]) -> FcpSolver:
-        degrees = np.array([degree for degree in static_degrees(problem) if _tiled(problem.num_ranks, degree, groups)])
-        return FcpSolver(problem=problem, inputs=planner_inputs(problem, groups), degrees=degrees, options=options)
+        # Degrees whose rings can cover all ranks side by side.
+        firsts = {degree: range(0, problem.num_ranks, degree) for degree in static_degrees(problem)}
+        tiled = [d for d in firsts if d == 1 or all(range(first, first + d) in groups for first in firsts[d])]
+        inputs = planner_inputs(problem, groups)
+        return FcpSolver(problem=problem, inputs=inputs, degrees=np.array(tiled), options=options)
 
     return limited_to(
         choose_groups(
@@ -466,11 +476,6 @@ def _require_no_long(batches: GlobalBatches) -> None:
             f"drop longer ones with --max-length {held} --overlong drop (truncate cuts them), hold them with "
             f"--tokens-per-rank {longest}, or remove --max-degree"
         )
-
-
-def _tiled(num_ranks: int, degree: int, groups: list[range]) -> bool:
-    """Return whether rings of one degree can cover all ranks side by side."""
-    return degree == 1 or all(range(first, first + degree) in groups for first in range(0, num_ranks, degree))
 
 
 def _trial(solver: FcpSolver, sample: list[Batch]) -> tuple[float, Mapping[range, int]]:

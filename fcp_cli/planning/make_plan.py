@@ -117,7 +117,9 @@ def make_plan(
     except KeyboardInterrupt:
         if journal is not None and not resume and not journal.steps_kept:
             journal.remove()
-        raise Interrupted(_interrupted(journal, summary.steps, len(batches))) from None
+        resumable = "; continue with --resume" if journal is not None and journal.steps_kept else ""
+        at = f"step {summary.steps} of {len(batches)}"
+        raise Interrupted(f"interrupted after {at}; no plan was written{resumable}") from None
     if journal is not None:
         journal.remove()
     loading = loading_seconds()
@@ -170,12 +172,6 @@ def kept_steps(batches: GlobalBatches, journal: PlanJournal) -> Iterator[StepPla
         if finding is not None:
             raise journal.damaged(str(finding))
         yield step
-
-
-def _interrupted(journal: PlanJournal | None, step: int, steps: int) -> str:
-    if journal is not None and journal.steps_kept:
-        return f"interrupted after step {step} of {steps}; no plan was written; continue with --resume"
-    return f"interrupted after step {step} of {steps}; no plan was written"
 
 
 def plan_metadata(table: LengthTable, batches: GlobalBatches, solver: Solver) -> PlanMetadata:

@@ -23,7 +23,6 @@ from fcp_cli.planning.batches import GlobalBatches, batch_of
 from fcp_cli.planning.drafts import Draft, assignment_of, quickest_solver
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from fcp_cli.planning.static import TUNING_STEPS, holding_degrees
-from fcp_cli.util.arrays import IntArray
 
 
 def make_solver(batches: GlobalBatches) -> Padded:
@@ -62,15 +61,11 @@ class Padded:
     def padded(self, batch: Batch) -> Batch:
         """Return the batch with each sequence padded to the longest of its run."""
         sequences = self._table.take(batch.rows)
-        lengths = _padded_to_longest(sequences.length_tokens, self._rows)
+        own = sequences.length_tokens
+        lengths = np.repeat(np.maximum.reduceat(own, np.arange(0, len(own), self._rows)), self._rows)[: len(own)]
         work = batch_of(replace(sequences, length_tokens=lengths), self._problem).work
         return replace(batch, lengths=lengths.astype(np.int32), work=work)
 
     def seconds(self, batch: Batch) -> float:
         """Predict the seconds of the step, with padding."""
         return makespan_seconds(self.assign(batch), self.padded(batch), self._problem)
-
-
-def _padded_to_longest(lengths: IntArray, rows: int) -> IntArray:
-    longest = np.maximum.reduceat(lengths, np.arange(0, len(lengths), rows))
-    return np.repeat(longest, rows)[: len(lengths)]

@@ -44,17 +44,14 @@ def unproven(metadata: PlanMetadata, manifest: LengthTable | None) -> str:
 
 def prove_again(path: Path, manifest: LengthTable | None, *, bounds: bool) -> Iterator[BrokenRule]:
     """Yield what cannot be proven of a plan that passed `check_plan`: solver, batches (with its manifest), `bounds`."""
-    yield from _prove_solver(PlanReader(path).metadata)
+    # The stated solver exists here, unless another package has it, and makes plans.
+    metadata = PlanReader(path).metadata
+    if metadata.fcp_version == __version__ and metadata.solver not in solver_names():
+        yield BrokenRule(message=f"its solver is {metadata.solver}; installed are {', '.join(solver_names())}")
     if manifest is not None:
         yield from _prove_batches(path, manifest)
     if bounds:
         yield from _prove_bounds(path, manifest)
-
-
-def _prove_solver(metadata: PlanMetadata) -> Iterator[BrokenRule]:
-    """Check that the stated solver exists here, unless another package has it, and that it makes plans."""
-    if metadata.fcp_version == __version__ and metadata.solver not in solver_names():
-        yield BrokenRule(message=f"its solver is {metadata.solver}; installed are {', '.join(solver_names())}")
 
 
 def _prove_bounds(path: Path, manifest: LengthTable | None) -> Iterator[BrokenRule]:

@@ -23,10 +23,10 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, sampled_steps
 from fcp_cli.planning.bounds import lower_bound_seconds
-from fcp_cli.planning.candidates import is_compiled, solver_of
+from fcp_cli.planning.candidates import solver_of, tell_compiling
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
-from fcp_cli.util.console import Assumptions, note_once
+from fcp_cli.util.console import Assumptions
 from fcp_cli.util.files import unused
 from fcp_cli.util.words import duration
 
@@ -443,16 +443,19 @@ def quickest_recipe(
     held = [one for one in candidates if data.fits_into(one.problem)]
     if len(held) < 2:
         return None
-    if not all(is_compiled(one.problem.sync) for one in held):
-        note_once("compiling the planner: about a minute, once on this machine")
+    tell_compiling(one.problem.sync for one in held)
     sample = data.sample(max((one.problem for one in held), key=lambda problem: problem.tokens_per_rank))
-    bounds = [_bound(one.problem, sample) for one in held]
+    bounds = [
+        sum(lower_bound_seconds(batch_of(each, one.problem).work, one.problem) for each in sample) / len(sample)
+        for one in held
+    ]
     drafts: dict[int, float] = {}
     first = [index for index, one in enumerate(held) if one.fit.key == usual.key]
     by_bound = sorted(range(len(held)), key=lambda index: bounds[index])
-    # Plan one of each kind regardless of its bound, since rivals are priced under it, too.
-    # Reversed, so that the dict keeps the one with the least bound.
-    anyway = [*first, *{_kind(held[index]): index for index in reversed(by_bound)}.values()]
+    # Plan one for each pair of settings that only some strategies support, whatever its bound: rivals are priced under
+    # it, too. Reversed, so that the dict keeps the one with the least bound.
+    kinds = [(one.problem.sync, bool(one.fit.level_tokens)) for one in held]
+    anyway = [*first, *{kinds[index]: index for index in reversed(by_bound)}.values()]
     for index in [*anyway, *by_bound]:
         if index in drafts:
             continue
@@ -479,11 +482,6 @@ def quickest_recipe(
     )
 
 
-def _kind(candidate: RecipeCandidate) -> tuple[str, bool]:
-    """Return the settings that only some strategies support: sync, and whether recomputation is as needed."""
-    return candidate.problem.sync, bool(candidate.fit.level_tokens)
-
-
 def _limit(found: Sequence[float]) -> float:
     """Return the lower bound from which a recipe is not worth drafting, given the seconds of the drafts so far."""
     if len(found) >= _MOST_DRAFTED:
@@ -499,7 +497,3 @@ def sampled_seconds(
     assign = solver.draft if is_draft else solver.assign
     batches = [batch_of(each, problem) for each in sample]
     return sum(makespan_seconds(assign(batch), batch, problem) for batch in batches) / len(batches)
-
-
-def _bound(problem: Problem, sample: Sequence[LengthTable]) -> float:
-    return sum(lower_bound_seconds(batch_of(each, problem).work, problem) for each in sample) / len(sample)

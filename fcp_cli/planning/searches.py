@@ -24,6 +24,7 @@ from fcp_cli.util.arrays import FloatArray, IntArray
 _EFFORT = wave_searches.Effort(tries=24, fills=16)  # candidate targets per wave
 _PAIR_EFFORT = wave_searches.Effort(tries=12, fills=6)  # the same for each wave of a replanned pair
 _WAVES_PER_PART = 24  # fewest per part, estimated from tokens; shorter steps are not cut
+NOWHERE = wave_searches.Places(*[np.empty(0, dtype=np.int64)] * 5)
 _PATIENCE = 32  # consecutive pairs of waves without a gain before regrouping stops
 _EXCHANGES = 300_000  # pairs of sequences compared per round of balancing; more for more than 1,024 sequences
 
@@ -111,7 +112,7 @@ def assign_waves(
         members = np.sort(np.concatenate((held, part)))
         own = some_of(sequences, members)
         is_last = number == len(parts)
-        seconds, one = wave_searches.plan(limit, _EFFORT, is_last, own, inputs)
+        seconds, one = wave_searches.planned(0, limit, _EFFORT, is_last, NOWHERE, own, inputs)
         if seconds >= limit:
             return None
         held = members[one.group_of < 0]
@@ -136,7 +137,8 @@ def assign_waves(
 
 def _waves_in_parts(parts: list[RankPart], order: IntArray, limit_seconds: float) -> Assignment | None:
     """Plan the waves of the first part, and those of the others by its targets; None if that fails."""
-    seconds, first = wave_searches.plan(limit_seconds, _EFFORT, True, parts[0].sequences, parts[0].inputs)
+    own, inputs = parts[0].sequences, parts[0].inputs
+    seconds, first = wave_searches.planned(0, limit_seconds, _EFFORT, True, NOWHERE, own, inputs)
     if seconds >= limit_seconds:
         return None
     found = [first]
@@ -173,7 +175,8 @@ def regrouped(
         head=np.empty(waves, dtype=np.int64),
         after=np.empty(n, dtype=np.int64),
     )
-    if not wave_searches.regroup(_PATIENCE, _PAIR_EFFORT, places, sequences, inputs) > 0.0:
+    gained, _none = wave_searches.planned(_PATIENCE, np.inf, _PAIR_EFFORT, True, places, sequences, inputs)
+    if not gained > 0.0:
         return None
     # (wave, first rank) identifies a group.
     key = places.wave * inputs.num_ranks + places.first
@@ -262,18 +265,16 @@ def gather(order: IntArray, groups: Groups) -> Assignment:
     members = np.argsort(place[group_of], kind="stable")
     rank_offsets = offsets_of(degree[by])
     ranks = np.repeat(first_rank[by] - rank_offsets[:-1], degree[by]) + np.arange(rank_offsets[-1])
+    wave = wave[by]
+    if wave[0] >= 0:  # from 0 without gaps
+        wave = np.cumsum(np.diff(wave, prepend=wave[:1]) > 0)
     return Assignment(
-        wave=_renumbered(wave[by]).astype(np.int32),
+        wave=wave.astype(np.int32),
         rank_offsets=rank_offsets,
         ranks=ranks.astype(np.int32),
         member_offsets=offsets_of(sizes[by]),
         members=order[members],
     )
-
-
-def _renumbered(wave: IntArray) -> IntArray:
-    """Renumber waves from 0 without gaps; leave -1."""
-    return np.cumsum(np.diff(wave, prepend=wave[:1]) > 0) if wave[0] >= 0 else wave
 
 
 # Equivalent parts of a step on very many ranks, so that a search of one part serves all.

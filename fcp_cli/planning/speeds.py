@@ -125,7 +125,7 @@ def _with_dummy_packs(
     held, ranks = group_of[n:], found.ranks[found.rank_offsets[group_of[n:]]]
     if (sizes_of(found.rank_offsets)[held] != 1).any() or len(np.unique(ranks)) < len(slow):
         return  # a dummy pack in a ring, or two of them on one rank
-    real = _without(found, group_of[:n])
+    real = _gathered(found.wave, sizes_of(found.rank_offsets), found.ranks, group_of[:n])
     names = np.arange(problem.num_ranks)
     for rank, holder in zip(slow.tolist(), ranks.tolist(), strict=True):
         at = int(np.flatnonzero(names == rank)[0])
@@ -157,11 +157,6 @@ def _with_packs(batch: Batch, seconds: FloatArray, tokens_per_rank: int) -> Batc
             np.concatenate,
         ),
     )
-
-
-def _without(found: Assignment, group_of: IntArray) -> Assignment:
-    """Return the assignment without the groups that hold no sequence of `group_of`."""
-    return _gathered(found.wave, sizes_of(found.rank_offsets), found.ranks, group_of)
 
 
 def _gathered(wave: AnyInts, degree: IntArray, ranks: AnyInts, group_of: IntArray) -> Assignment:

@@ -286,7 +286,9 @@ def heat_chart(cells: Columns, *, ranks: RanksShown, most: float) -> Spec:
         ranks: ranks of the job.
         most: idle share in full colour, from `largest_idle`.
     """
-    steps = {"grid": False, "values": _middles(cells), "labelExpr": "format(floor(datum.value), ',')", "ticks": False}
+    numbers = np.unique(np.asarray(cells["step"], dtype=np.float64))
+    middles = [float(step) + 0.5 for step in numbers[:: max(1, -(-len(numbers) // 8))]]  # ticks amid existing steps
+    steps = {"grid": False, "values": middles, "labelExpr": "format(floor(datum.value), ',')", "ticks": False}
     return chart(
         "Heat map of idle time: ranks over steps",
         min(260, max(110, 12 * ranks.num_ranks)),
@@ -308,12 +310,6 @@ def heat_chart(cells: Columns, *, ranks: RanksShown, most: float) -> Spec:
         },
         view={"stroke": "currentColor", "strokeOpacity": 0.3},
     )
-
-
-def _middles(cells: Columns) -> list[float]:
-    """Return ticks at the middle of existing steps."""
-    steps = np.unique(np.asarray(cells["step"], dtype=np.float64))
-    return [float(step) + 0.5 for step in steps[:: max(1, -(-len(steps) // 8))]]
 
 
 def length_chart(bars: Columns, boundaries: Columns, colours: DegreeColours) -> Spec:

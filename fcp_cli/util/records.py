@@ -95,7 +95,8 @@ def content_hash_of(path: Path, compute: Callable[[], str], *, column: str = "")
     """
     if not path.is_file():  # missing, which `compute` reports, or a pipe
         return compute()
-    key = _key(path, column)  # taken before reading: a file that changes meanwhile gets another key
+    facts = path.stat()  # before reading: a file that changes meanwhile gets another key
+    key = f"{path.absolute()} {column} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns}"
     known = None
     with suppress(ValueError, AttributeError):
         known = decode_json(os.environ.get(VARIABLE, "{}")).get(key)
@@ -109,8 +110,3 @@ def content_hash_of(path: Path, compute: Callable[[], str], *, column: str = "")
 def verified_variable() -> dict[str, str]:
     """Return the environment variable that passes the hashes computed here to ranks started by this process."""
     return {VARIABLE: json.dumps(_read_here)} if _read_here else {}
-
-
-def _key(path: Path, column: str) -> str:
-    facts = path.stat()
-    return f"{path.absolute()} {column} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns} {facts.st_ctime_ns}"

@@ -51,7 +51,10 @@ def sandbox(**settings: Any) -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], **settings
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda text: datetime.now().strftime(text),
+    }
     return environment
 
 
@@ -75,10 +78,6 @@ def _to_json(
 
 def _raise_exception(message: Any) -> None:
     raise TemplateError(str(message))
-
-
-def _strftime_now(text: str) -> str:
-    return datetime.now().strftime(text)
 
 
 class RenderingError(Exception):

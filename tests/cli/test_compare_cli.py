@@ -58,7 +58,7 @@ def test_a_planner_that_was_never_compiled_here_is_not_waited_for_in_silence(
     note_once.cache_clear()
     note_compilation(solvers, ["microbatch", "iteration"])
     note_compilation(solvers, ["microbatch", "iteration"])
-    assert capsys.readouterr().err.count("compiling the planner: about a minute") == announced
+    assert capsys.readouterr().err.count("compiling the planner: half a minute") == announced
 
 
 @pytest.mark.lengthy

@@ -333,7 +333,9 @@ def tabulated(inputs: PlannerInputs) -> Any:
             if count + len(splits.heads) + 1 > len(ways):  # `_enter` needs one scratch row
                 # Doubled, since numba has no growable array of rows.
                 grown = np.zeros((2 * len(ways) + len(splits.heads) + 1, TERMS))
-                grown[:count] = ways[:count]
+                for way in range(count):
+                    for term in range(TERMS):  # numba's assignment of slices takes 2 s to compile
+                        grown[way, term] = ways[way, term]
                 ways = grown
             count = _enter(degree, acrosses[row], count, ways, inputs)
         first[row, inputs.num_ranks + 1] = count
@@ -348,11 +350,12 @@ def _rows_of_spans(inputs: PlannerInputs) -> Any:
     Values of `across` that allow the same Ulysses sets share a row.
     """
     heads = inputs.splits.heads
-    row_of_span, acrosses = np.zeros(inputs.ranks_per_node + 2, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    rows, row_of_span = 0, np.zeros(inputs.ranks_per_node + 2, dtype=np.int64)
+    acrosses = np.zeros(inputs.ranks_per_node + 2, dtype=np.int64)
     # UNPLACED and 0 get separate rows, since `way_terms` prices them by other rules.
     for across in range(UNPLACED, inputs.ranks_per_node + 1):
         row = 0
-        while row < len(acrosses):
+        while row < rows:
             # Prices only depend on the Ulysses degrees that divide `across`.
             alike = acrosses[row] > 0 and across > 0
             for k in range(len(heads)):
@@ -360,10 +363,10 @@ def _rows_of_spans(inputs: PlannerInputs) -> Any:
             if alike:
                 break
             row += 1
-        if row == len(acrosses):
-            acrosses = np.append(acrosses, across)
+        if row == rows:
+            acrosses[row], rows = across, rows + 1
         row_of_span[across + 1] = row
-    return row_of_span, acrosses
+    return row_of_span, acrosses[:rows]
 
 
 @leaf

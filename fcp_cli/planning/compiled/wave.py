@@ -151,13 +151,14 @@ def make_wave(sequences: Sequences, inputs: PlannerInputs) -> Any:
 def _make_pool(sequences: Sequences, inputs: PlannerInputs) -> Any:
     """Make a pool in which all sequences wait."""
     n, thin = len(sequences.work), np.full(1, np.inf)
-    density = np.zeros(n)
+    density, waiting = np.zeros(n), np.zeros(n, dtype=np.int64)
     # A running maximum from the lightest on.
     for i in range(n - 1, -1, -1):
+        waiting[i] = i
         thin[0] = min(thin[0], sequences.linear[i] / sequences.tokens[i])
         density[i] = max(sequences.work[i] / sequences.tokens[i], density[i + 1] if i + 1 < n else 0.0)
     return Pool(
-        np.arange(n),
+        waiting,
         np.full(1, n),
         np.zeros(n, dtype=np.int64),
         np.zeros(n, dtype=np.int64),

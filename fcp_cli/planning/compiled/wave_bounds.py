@@ -1,6 +1,6 @@
 """Lower bounds of waves from their heaviest sequences; notation as in `certificate`.
 
-`waves_bound` takes them together, as a crowd: either some wave holds all of them, or at least two waves hold some.
+`crowd_bound` takes them together, as a crowd: either some wave holds all of them, or at least two waves hold some.
 `dealt_bound` takes the least over all ways to deal a few of them to waves.
 """
 
@@ -51,6 +51,12 @@ _FILLS = ((2, 0.1), (2, 0.5), (8, 0.25), (8, 0.5))
 
 @kernel
 def waves_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return the largest of `at_least`, `ringed_bound` and `dealt_bound`."""
+    return max(ringed_bound(at_least, sequences, inputs), dealt_bound(sequences, inputs))
+
+
+@kernel
+def ringed_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
     """Return the larger of `wave_bound` and `crowd_bound`, both with the cost of rings; `at_least` if that is higher.
 
     In a schedule that ends before B, no wave outlasts B - `other_waves`, so each sequence has a ring wide enough to end
@@ -263,17 +269,12 @@ def _most_tokens(degree: int, makespan: float, thin: float, inputs: PlannerInput
 
 
 @kernel
-def dealt_bound(at_least: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the larger of `at_least` and the bound of waves over all ways to deal the heaviest sequences.
-
-    A step of few sequences on few ranks is dealt whole.
-    """
+def dealt_bound(sequences: Sequences, inputs: PlannerInputs) -> float:
+    """Return the bound of waves over all ways to deal the heaviest sequences; few on few ranks are dealt whole."""
     n = len(sequences.work)
     if n <= _DEALT[-1] and 3**n * inputs.num_ranks * inputs.num_ranks <= _TRIED:
-        bound = least_partition(whole_waves(sequences, inputs)) * (1.0 - _MARGIN)
-    else:
-        bound = dealt_with_others(sequences, inputs)
-    return float(max(at_least, bound))
+        return float(least_partition(whole_waves(sequences, inputs)) * (1.0 - _MARGIN))
+    return float(dealt_with_others(sequences, inputs))
 
 
 @kernel
@@ -321,8 +322,7 @@ def whole_waves(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
                         seconds = max(packs[part, degree], waves[mask ^ part, held - degree])
                         waves[mask, held] = min(waves[mask, held], seconds)
             part = (part - 1) & mask
-    # Contiguous: numba would compile `least_partition` a second time for a strided column.
-    return np.ascontiguousarray(waves[:, ranks])
+    return waves[:, ranks].copy()
 
 
 @kernel
@@ -399,11 +399,14 @@ def _wave_tables(count: int, sequences: Sequences, inputs: PlannerInputs) -> Any
             k += 1
             seconds[k] = ends[i, degree]
             # A longer wave still admits all degrees of a shorter one.
-            least[:, k] = least[:, max(0, k - 1)]
+            for row in range(count):  # numba's assignment of slices takes 2 s to compile
+                least[row, k] = least[row, max(0, k - 1)]
         least[i, k] = areas[i, degree]
     for _longer in range(_LONGER):
         k += 1
-        seconds[k], least[:, k] = seconds[k - 1] * _STRETCH, least[:, k - 1]
+        seconds[k] = seconds[k - 1] * _STRETCH
+        for row in range(count):
+            least[row, k] = least[row, k - 1]
     return WaveTables(seconds[: k + 1].copy(), least[:, : k + 1].copy(), ends, areas)
 
 

@@ -89,14 +89,22 @@ class Waves(NamedTuple):
 
 
 @kernel
-def plan(limit: float, effort: Effort, is_last: bool, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Search and write down the waves: all if `is_last`, else all but the last, whose sequences the next part replans.
+def planned(
+    patience: int, limit: float, effort: Effort, last: bool, places: Places, sequences: Sequences, inputs: PlannerInputs
+) -> Any:
+    """Search and write down the waves: all if `last`, else all but the last one, whose sequences the next part replans.
+
+    With a patience, `regroup` in its place: one entry point, so that the search of both is compiled once.
 
     Returns:
-        Seconds of the searched step, which are `limit` if no step beats it, and the waves.
+        Seconds of the searched step, which are `limit` if no step beats it, and the waves; or seconds gained, no waves.
     """
-    seconds, targets, widths = search(limit, effort, sequences, inputs)
-    kept = len(targets) if is_last else max(0, len(targets) - 1)
+    kept, targets, widths = 0, np.zeros(0), np.zeros(0, dtype=np.int64)
+    if patience:
+        seconds = regroup(patience, effort, places, sequences, inputs)
+    else:
+        seconds, targets, widths = search(limit, effort, sequences, inputs)
+        kept = len(targets) if last else max(0, len(targets) - 1)
     return seconds, replay(targets[:kept], widths[:kept], sequences, inputs)
 
 

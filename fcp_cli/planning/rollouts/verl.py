@@ -86,7 +86,9 @@ class VerlBalancing:
             UsageError: on all ranks of the group if a sequence (or group of them) has too many tokens, or if there are
                 too few for the micro-batches; on this rank alone if arguments or group size do not fit.
         """
-        lengths = _batch_lengths(batch)
+        ids = batch["input_ids"]
+        found = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
+        lengths = np.asarray(found.cpu().numpy(), dtype=np.int64)
         size = grouping.pop("force_group_size", 1)
         if grouping:
             raise UsageError(f"rearrange_micro_batches does not support {min(grouping)}; it takes verl 0.9's arguments")
@@ -138,12 +140,6 @@ def lengths_of_workloads(workloads: Sequence[float]) -> IntArray:
             "calculate_workload returns"
         )
     return lengths.astype(np.int64)
-
-
-def _batch_lengths(batch: Any) -> IntArray:
-    ids = batch["input_ids"]
-    found = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
-    return np.asarray(found.cpu().numpy(), dtype=np.int64)
 
 
 def _agreement(group: Any) -> Callable[[int], int]:

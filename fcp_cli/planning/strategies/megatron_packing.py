@@ -62,13 +62,9 @@ def doubled(degree: int) -> int:
     return 2 * degree
 
 
-def _next(degree: int) -> int:
-    return degree + 1
-
-
 POWERS_OF_TWO = Degrees(degree_needed, doubled)
 DOUBLINGS = Degrees(ranks_needed, doubled)
-EVERY = Degrees(ranks_needed, _next)
+EVERY = Degrees(ranks_needed, lambda degree: degree + 1)
 
 
 @lru_cache(maxsize=1024)

@@ -25,7 +25,7 @@ from fcp_cli.planning.compiled.wave_bounds import (
     crowd_bound,
     dealt_with_others,
     least_partition,
-    waves_bound,
+    ringed_bound,
     whole_waves,
 )
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs, repriced
@@ -365,7 +365,7 @@ def test_what_one_wave_may_last_at_most_makes_rings_wider_and_raises_the_bound()
     inputs = repriced(planner_inputs(problem), chunk=2e-5)
     _order, sequences = by_falling_work(batch.work)
     others = other_waves(sequences, inputs)
-    bound = waves_bound(0.0, sequences, inputs)
+    bound = ringed_bound(0.0, sequences, inputs)
     narrowest, limited = (work_in_rings(limit, sequences, inputs) for limit in (np.inf, bound - others))
     assert others > 0.0
     assert np.all(limited >= narrowest) and limited.sum() > narrowest.sum()
@@ -393,7 +393,7 @@ def test_long_sequences_dealt_to_waves_raise_the_bound_where_they_do_not_fit_int
     _order, sequences = by_falling_work(batch.work)
     inputs = planner_inputs(problem)
     bound, step = dealt_with_others(sequences, inputs), assemble(make_solver(batches).assign(batch), batch, problem)
-    assert waves_bound(0.0, sequences, inputs) * 1.001 < bound <= step.makespan_seconds
+    assert ringed_bound(0.0, sequences, inputs) * 1.001 < bound <= step.makespan_seconds
 
 
 def test_the_bound_of_a_few_sequences_on_one_node_is_the_time_of_their_best_waves() -> None:
@@ -402,5 +402,5 @@ def test_the_bound_of_a_few_sequences_on_one_node_is_the_time_of_their_best_wave
     step = first_step(one_batch(lengths, problem))  # tries all that there are
     batch = batch_of(table_of(lengths), problem)
     _order, sequences = by_falling_work(batch.work)
-    assert waves_bound(0.0, sequences, planner_inputs(problem)) < 0.996 * step.makespan_seconds
+    assert ringed_bound(0.0, sequences, planner_inputs(problem)) < 0.996 * step.makespan_seconds
     assert step.gap == pytest.approx(0.0, abs=1e-8)

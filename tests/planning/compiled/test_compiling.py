@@ -161,7 +161,7 @@ def test_the_wheel_brings_the_kernels_of_plans_and_of_their_pipelines(tmp_path: 
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     kept_functions = {file.name.split("-")[0] for file in (tmp_path / "kept").glob("*.nbi")}
-    assert {"timelines.schedule", "waves.plan", "microbatches.places", "kernel.longest_paths"} <= kept_functions
+    assert {"timelines.schedule", "waves.planned", "microbatches.places", "kernel.longest_paths"} <= kept_functions
 
 
 @pytest.mark.processes
@@ -255,3 +255,14 @@ def test_a_process_that_is_stopped_while_it_compiles_holds_up_others_only_for_a_
     with doubled._cache._cache_file.lock._path.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert doubled(4) == 8
+
+
+def test_calls_with_a_literal_and_with_a_variable_share_one_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "shares.py"
+    source.write_text("def part(x, k):\n    return x + k\ndef both(x, k):\n    return part(x, 1) * part(x, k)\n")
+    module = module_of(source, monkeypatch)
+    module.part = kernel(module.part)
+    assert kernel(module.both)(2, 3) == 15
+    assert len(module.part._parts) == 1
