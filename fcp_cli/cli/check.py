@@ -72,7 +72,7 @@ def check(
     if json:
         return
     if unproven:
-        parts = "bounds and solver" if "bounds" in unproven else "solver"
+        parts = "bounds and solver" if "bounds" in unproven else "solver" if manifest else "batches and solver"
         print_result(f"{plan}: {parts} not proven again: {unproven['solver']}")
     bounds = "bounds" if metadata.steps <= proven else f"bounds of {proven} steps"
     solver = "" if "solver" in unproven else " and solver"

@@ -40,7 +40,7 @@ def unproven(metadata: PlanMetadata, manifest: LengthTable | None) -> dict[str, 
     if metadata.solver not in solver_names():  # found by `prove_again`
         return {}
     if manifest is None:
-        return {"solver": "its batches need --manifest"}
+        return {"solver": "name the manifest with --manifest"}
     if not _has_own_batches(metadata) or metadata.refits:
         return {"solver": "its batches, or its prices, came from a run"}
     if not strategy(metadata.solver).factory:

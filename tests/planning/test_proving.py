@@ -153,6 +153,7 @@ def said(plan: Path, *options: str) -> str:
 
 def test_a_bound_that_cannot_be_proven_here_is_said_not_to_be(plan: Path) -> None:
     assert "bounds proven again" in said(plan)
+    assert "batches and solver not proven again: name the manifest" in said(plan)
     older = said(rewritten(plan, fcp_version="0.0.1", edit=bounds(lambda bound, _: bound / 2)))
     assert "bounds and solver not proven again: fcp 0.0.1 made the plan" in older
     assert ", bounds proven again" not in older
