@@ -38,6 +38,7 @@ _EXACT: Final = 1e-10
 _IN_FP32: Final = 1e-6  # rotations, norms or routers that a class computes in fp32 whatever its weights are
 _FURTHER_SIZES: Final[Mapping[str, Any]] = {
     "sliding_window": 7,  # shorter than most sequences
+    "mamba_d_ssm": 64,  # of falcon_h1: heads times their size
     "num_layers": 2,
     "mamba_n_heads": 4,
     "mamba_d_head": 16,

@@ -142,7 +142,9 @@ def _check_devices(metadata: PlanMetadata, profile: CostProfile) -> Iterator[Bro
 
 
 def _check_budget(metadata: PlanMetadata, profile: CostProfile) -> Iterator[BrokenRule]:
-    """Check the token budget against the memory of the cost profile, if it has any."""
+    """Check the token budget against the memory of the cost profile, if it has any; it is that of training."""
+    if metadata.phase == "forward":
+        return
     state, capacity = profile.memory.model_state_bytes / 1e9, profile.memory.capacity_bytes / 1e9
     tokens = profile.memory.tokens_per_rank()
     if 0 < capacity <= state:

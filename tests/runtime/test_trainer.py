@@ -6,7 +6,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from fcp_cli.plan.file import PlanReader
-from tests.runtime.trainer_outcomes import Outcomes, outcomes_of, require_equal, require_refused, require_repeated
+from tests.runtime.trainer_outcomes import (
+    BF16_LOSS,
+    Outcomes,
+    outcomes_of,
+    require_equal,
+    require_refused,
+    require_repeated,
+)
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
 from tests.runtime.workers.trainer_worker import FAMILIES_TRAINED
 
@@ -44,7 +51,7 @@ _REMAINING = (
     "fsdp",
     "fsdp, resumed",
     "fsdp that keeps weights",
-    "fsdp, bf16",
+    "fsdp, bf16, for 12 steps",
     "aot_eager",
     "tied embeddings",
 )
@@ -70,7 +77,9 @@ def test_losses_norms_and_weights_are_those_of_the_script_without_a_plan(outcome
 @pytest.mark.full
 @pytest.mark.parametrize("name", _REMAINING)
 def test_so_they_are_in_every_other_setting_that_is_followed(remaining: Outcomes, name: str) -> None:
-    require_equal(remaining, name, most=_BF16 if "bf16" in name else 2e-6, steps=2 if name == "max_steps" else 3)
+    steps = {"max_steps": 2, "fsdp, bf16, for 12 steps": 12}.get(name, 3)
+    most = {"bf16": _BF16, "fsdp, bf16, for 12 steps": BF16_LOSS}.get(name, 2e-6)
+    require_equal(remaining, name, most=most, steps=steps)
 
 
 @pytest.mark.full

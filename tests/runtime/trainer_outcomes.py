@@ -17,6 +17,7 @@ from tests.runtime.launch import torchrun
 from tests.runtime.trainer_plans import GLOBAL_BATCH, LOOP_LENGTHS, write_plans
 
 _FP32 = 2e-6
+BF16_LOSS = 2**-7  # FSDP2 in bf16 also rounds the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class Outcomes:
         found = [pickle.loads((own / f"{rank}.pickle").read_bytes()) for rank in range(self.num_ranks)]
         # The first half of such a loop is left in its midst, in the same process.
         if phase == "planned" and not isinstance(found[0], str) and name not in ("resumed loop", "stopped loop"):
-            _require_measured(own, [entry for entry in found[0]["log"] if "grad_norm" in entry], self.num_ranks)
+            most = BF16_LOSS if name.startswith("fsdp, bf16") else 2e-3
+            _require_measured(own, [entry for entry in found[0]["log"] if "grad_norm" in entry], self.num_ranks, most)
         return found
 
 
@@ -53,12 +55,12 @@ def outcomes_of(worker: str, *words: str) -> Any:
     return outcomes
 
 
-def _require_measured(folder: Path, entries: list[dict[str, float]], num_ranks: int) -> None:
+def _require_measured(folder: Path, entries: list[dict[str, float]], num_ranks: int, most: float) -> None:
     """The run's metrics have the steps that the script logged, with the losses it knew, and what every rank ran."""
     steps = [one for one in read_metrics(folder / "metrics.jsonl") if one["kind"] == "step"][-len(entries) :]
     assert len(steps) == len(entries)
     for step, entry in zip(steps, entries, strict=True):
-        assert step["loss"] == pytest.approx(entry.get("loss", step["loss"]), rel=2e-3)
+        assert step["loss"] == pytest.approx(entry.get("loss", step["loss"]), rel=most)
         assert len(step["ranks"]) == num_ranks and all(rank["micro_batches"] for rank in step["ranks"])
 
 

@@ -14,6 +14,7 @@ from tests.runtime.models import LEVELS
 from tests.runtime.plans import Row, levels_profile, write_plan
 
 GLOBAL_BATCH = 8
+LONG = 4  # times the rows and steps of the other plans
 _ITERATION = (
     (
         Row((0, 1), (41, 3)),
@@ -69,6 +70,7 @@ def write_plans(folder: Path) -> None:
                 "recipe": Recipe(zero_stage=3, recompute="as-needed"),
                 "cost_profile": levels_profile(*LEVELS),
             }
+            write_plan(folder / "long.parquet", LONG * steps, num_ranks=2, sync=sync, rows=LONG * len(LENGTHS))
             write_plan(folder / "as-needed.parquet", steps, num_ranks=2, sync=sync, rows=len(LENGTHS), **needed)
         pairs = iter(sum(pair) for pair in PAIRED)
         paired = [[row._replace(lengths=[next(pairs) for _ in row.lengths]) for row in step] for step in steps]

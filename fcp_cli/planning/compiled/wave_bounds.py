@@ -322,7 +322,8 @@ def whole_waves(sequences: Sequences, inputs: PlannerInputs) -> FloatArray:
                         seconds = max(packs[part, degree], waves[mask ^ part, held - degree])
                         waves[mask, held] = min(waves[mask, held], seconds)
             part = (part - 1) & mask
-    return waves[:, ranks].copy()
+    found: FloatArray = waves[:, ranks].copy()
+    return found
 
 
 @kernel

@@ -31,7 +31,7 @@ from fcp_cli.util import processes
 from tests.patience import PATIENCE_SECONDS
 from tests.runtime.families import FAMILIES
 from tests.runtime.models import VOCAB_SIZE, hugging_face
-from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS
+from tests.runtime.trainer_plans import GLOBAL_BATCH, LENGTHS, LONG
 from tests.runtime.workers.leave import leave_job
 
 UNPLANNED = ("unplanned.parquet", "made.parquet", "other.parquet", "workers.parquet")  # which the trainers have made
@@ -258,6 +258,8 @@ def sharded(folder: Path, *, reshards: bool, run: Callable[..., dict[str, Any]] 
         if fsdp_plugin is not None:
             state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             state.fsdp_plugin = fsdp_plugin
+            if state.mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(state.mixed_precision)
 
     kind.__init__ = let_it_shard
     try:
@@ -325,7 +327,10 @@ CASES: Cases = {
         partial(sharded, reshards=True, run=partial(resumed, optim="adamw_torch", learning_rate=1e-3)),
     ),
     "fsdp that keeps weights": (ITERATION, partial(sharded, reshards=False)),
-    "fsdp, bf16": (WAVES, partial(sharded, reshards=True, run=partial(train, bf16=True))),
+    "fsdp, bf16, for 12 steps": (
+        "long.parquet",
+        partial(sharded, reshards=True, run=partial(train, bf16=True, lengths=LONG * LENGTHS)),
+    ),
     "aot_eager": (ITERATION, lambda folder: train(folder, torch_compile=True, torch_compile_backend="aot_eager")),
     "tied embeddings": (ITERATION, partial(of_family, name="llama", tie_word_embeddings=True)),
     **{f"family {name}": (ITERATION, partial(of_family, name=name)) for name in FAMILIES_TRAINED},
