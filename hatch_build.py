@@ -46,9 +46,10 @@ def keep_loaded(folder: Path) -> None:
     from numba.core.dispatcher import Dispatcher
 
     folder.mkdir(parents=True, exist_ok=True)
-    for dispatcher in [one for one in gc.get_objects() if isinstance(one, Dispatcher)]:
+    dispatchers: list[Any] = [one for one in gc.get_objects() if isinstance(one, Dispatcher)]
+    for dispatcher in dispatchers:
         if sum(dispatcher.stats.cache_hits.values()):
-            cache: Any = dispatcher._cache
+            cache = dispatcher._cache
             for file in Path(cache.cache_path).glob(f"{cache._impl.filename_base}.*"):
                 shutil.copy2(file, folder)
 

@@ -171,7 +171,7 @@ def groups(options: argparse.Namespace) -> None:
 
     The groups are chosen on 16 of the steps and priced on the others.
     """
-    from fcp_cli.planning import candidates as fcp
+    from fcp_cli.planning import fcp_solver as fcp
 
     print(
         f"{'sync':10} {'budget':>6} {'family':12} {'unlimited':>9} " + " ".join(f"{g:>4} groups" for g in options.limit)

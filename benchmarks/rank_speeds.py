@@ -16,7 +16,7 @@ from benchmarks.workloads import MAX_LENGTH, example_profile, family_table
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import batch_of
-from fcp_cli.planning.candidates import solver_of
+from fcp_cli.planning.fcp_solver import solver_of
 from fcp_cli.planning.problem import Problem
 
 SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")

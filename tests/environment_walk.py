@@ -73,6 +73,6 @@ def _pretend_a_shell() -> None:
 if __name__ == "__main__":
     enter(ENVIRONMENTS[sys.argv[1]])
     import fcp_cli.cli.app
-    import fcp_cli.planning.candidates  # noqa: F401  # with its compiled functions
+    import fcp_cli.planning.fcp_solver  # noqa: F401  # with its compiled functions
 
     json.dump([outcome(words) for words in json.load(sys.stdin)], sys.stdout)

@@ -55,7 +55,7 @@ def _step(file: PlanFile, wanted: int) -> StepPlan:
 
 
 def _inspect_degree(file: PlanFile, wanted: int, order: int, manifest: Sequence[Path], json: bool) -> None:
-    from fcp_cli.planning.candidates import winner_of
+    from fcp_cli.planning.fcp_solver import winner_of
     from fcp_cli.planning.problem import problem_of
     from fcp_cli.report.why import explain_degree, print_why
 

@@ -183,7 +183,7 @@ def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
     """Print a note if the planner must first be compiled on this machine."""
     if "fcp" not in solvers:
         return
-    from fcp_cli.planning.candidates import tell_compiling
+    from fcp_cli.planning.fcp_solver import tell_compiling
 
     tell_compiling(syncs)
 
@@ -270,7 +270,7 @@ def _make_with_progress(
 
 def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
     """Return the limit on rings and its share of the step time; {} without a limit."""
-    from fcp_cli.planning.candidates import FcpSolver, limit_price
+    from fcp_cli.planning.fcp_solver import FcpSolver, limit_price
 
     name = next((name for name in inputs.request.limits if name in result.solver.options), None)
     if name is None or not isinstance(result.solver, FcpSolver):

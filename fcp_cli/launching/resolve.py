@@ -365,7 +365,7 @@ def _unplanned(request: LaunchRequest, machine: LocalDevices) -> tuple[PlanMetad
 
 def _online_settings(request: LaunchRequest, target: str, assumed: Assumptions) -> OnlineSettings:
     """Return the settings with which a script plans its stream online."""
-    from fcp_cli.planning.candidates import solver_of
+    from fcp_cli.planning.fcp_solver import solver_of
     from fcp_cli.planning.online import stream_batching, stream_metadata
     from fcp_cli.planning.options import PlanRequest
     from fcp_cli.planning.recipe import unknown_lengths

@@ -27,7 +27,7 @@ from fcp_cli.plan.metadata import (
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, step_seed
-from fcp_cli.planning.candidates import FcpSolver, solver_of
+from fcp_cli.planning.fcp_solver import FcpSolver, solver_of
 from fcp_cli.planning.journal import StreamJournal, table_of_columns
 from fcp_cli.planning.problem import Problem, Solver, problem_of
 from fcp_cli.planning.refitting import Refitter

@@ -15,7 +15,7 @@ from fcp_cli.plan.metadata import OnlineOptions, OnlineSettings, Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import batch_of
-from fcp_cli.planning.candidates import solver_of
+from fcp_cli.planning.fcp_solver import solver_of
 from fcp_cli.planning.online import stream_batching, stream_metadata
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem

@@ -23,7 +23,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, sampled_steps
 from fcp_cli.planning.bounds import lower_bound_seconds
-from fcp_cli.planning.candidates import solver_of, tell_compiling
+from fcp_cli.planning.fcp_solver import solver_of, tell_compiling
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
 from fcp_cli.util.console import Assumptions

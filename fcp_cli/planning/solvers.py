@@ -57,7 +57,7 @@ def _unplanned(module: str) -> Strategy:
 
 _OWN: Final[Mapping[str, Strategy]] = {
     "fcp": Strategy(
-        factory="fcp_cli.planning.candidates:make_solver",
+        factory="fcp_cli.planning.fcp_solver:make_solver",
         options=frozenset({"max_degree", "max_groups", "max_peers"}),
     ),
     "block-fcp": _unplanned("block_fcp"),

@@ -20,8 +20,8 @@ from fcp_cli.plan.setup import RankShape
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import GlobalBatches, batch_of, sampled_steps, spread_steps
-from fcp_cli.planning.candidates import is_compiled
 from fcp_cli.planning.compare import SYNCS, USABLE, Contender, compare_recipes
+from fcp_cli.planning.fcp_solver import is_compiled
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.recipe import profiled_budget, sampled_seconds, unfixed_request

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fcp_cli.cli.plan import note_compilation
-from fcp_cli.planning import candidates
+from fcp_cli.planning import fcp_solver
 from fcp_cli.planning.solvers import REGISTRY
 from fcp_cli.util.console import note_once
 from tests.cli.planning_folder import fcp
@@ -54,7 +54,7 @@ def test_a_planner_that_was_never_compiled_here_is_not_waited_for_in_silence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(candidates, "is_compiled", lambda sync: sync in compiled)
+    monkeypatch.setattr(fcp_solver, "is_compiled", lambda sync: sync in compiled)
     note_once.cache_clear()
     note_compilation(solvers, ["microbatch", "iteration"])
     note_compilation(solvers, ["microbatch", "iteration"])

@@ -13,7 +13,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.candidates import make_solver
+from fcp_cli.planning.fcp_solver import make_solver
 from fcp_cli.planning.make_plan import plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import SolverFactory

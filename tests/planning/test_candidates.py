@@ -11,7 +11,7 @@ import pytest
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble, makespan_seconds
 from fcp_cli.planning.batches import batch_of
-from fcp_cli.planning.candidates import solver_of, winner_of
+from fcp_cli.planning.fcp_solver import solver_of, winner_of
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.searches import CLOSE_ENOUGH, Candidate, Found, assign_waves, best_of
 from tests.planning.examples import compile_planner, example_problem, long_tail

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fcp_cli.errors import UsageError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.candidates import limit_price, make_solver
+from fcp_cli.planning.fcp_solver import limit_price, make_solver
 from fcp_cli.planning.groups import choose_groups, tree_groups
 from tests.planning.examples import four_steps
 

@@ -36,7 +36,7 @@ def test_a_plan_reaches_its_search_through_five_files_at_most(
     assert [
         "plan.py",
         "make_plan.py",
-        "candidates.py",
+        "fcp_solver.py",
         "searches.py",
         f"{search.__name__.rpartition('.')[2]}.py",
     ] in chains

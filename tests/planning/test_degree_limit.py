@@ -17,7 +17,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.setup import Pipeline
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.bounds import lower_bound_seconds
-from fcp_cli.planning.candidates import limit_price, make_solver
+from fcp_cli.planning.fcp_solver import limit_price, make_solver
 from fcp_cli.planning.make_plan import plan_metadata
 from tests.messages import raises
 from tests.planning.examples import example_problem, first_step, four_steps, one_batch

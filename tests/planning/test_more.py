@@ -15,7 +15,7 @@ from benchmarks.workloads import FAMILIES, HELD_OUT, example_profile, lengths
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import batch_of
-from fcp_cli.planning.candidates import solver_of
+from fcp_cli.planning.fcp_solver import solver_of
 from fcp_cli.planning.problem import Problem
 from fcp_cli.util.arrays import IntArray
 from tests.planning.examples import table_of

@@ -15,7 +15,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.candidates import make_solver
+from fcp_cli.planning.fcp_solver import make_solver
 from fcp_cli.planning.groups import most_peers, needs_whole_nodes
 from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.options import PlanRequest

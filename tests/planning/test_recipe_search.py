@@ -19,7 +19,7 @@ from fcp_cli.memory.fitting import LEAST_TOKENS, FittedRecipe, all_fits
 from fcp_cli.models.cluster import load_cluster
 from fcp_cli.planning import recipe
 from fcp_cli.planning.assemble import assemble
-from fcp_cli.planning.candidates import solver_of
+from fcp_cli.planning.fcp_solver import solver_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.recipe import RecipeCandidate, RecipeChoice, quickest_recipe, sampled_seconds

@@ -12,7 +12,7 @@ from fcp_cli.cost.recipe import SplitAttention
 from fcp_cli.plan.metadata import Factors, ScheduledRefit, refitted
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import batch_of
-from fcp_cli.planning.candidates import solver_of
+from fcp_cli.planning.fcp_solver import solver_of
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.refitting import Refitter
 from tests.planning.examples import example_problem, problem_with_heads, table_of

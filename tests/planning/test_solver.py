@@ -16,7 +16,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import StepPlan
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.candidates import make_solver, solver_of
+from fcp_cli.planning.fcp_solver import make_solver, solver_of
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.searches import wave_parts

@@ -17,7 +17,7 @@ from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of
-from fcp_cli.planning.candidates import solver_of
+from fcp_cli.planning.fcp_solver import solver_of
 from fcp_cli.planning.make_plan import make_plan
 from fcp_cli.planning.settings import PlanInputs
 from fcp_cli.planning.speeds import read_rank_speeds

@@ -13,7 +13,7 @@ from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.check import check_step
 from fcp_cli.plan.metadata import ManifestReference, PlanMetadata
 from fcp_cli.planning.assemble import assemble, makespan_seconds
-from fcp_cli.planning.candidates import make_solver
+from fcp_cli.planning.fcp_solver import make_solver
 from fcp_cli.planning.problem import Problem
 from tests.planning.examples import example_problem, one_batch
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.plan.step import offsets_of
 from fcp_cli.planning.assemble import makespan_seconds
-from fcp_cli.planning.candidates import assign_tiny, make_solver
+from fcp_cli.planning.fcp_solver import assign_tiny, make_solver
 from fcp_cli.planning.problem import Assignment, Batch, Problem
 from tests.planning.test_solver import a_problem, one_batch, planned
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.batches import GlobalBatches
-from fcp_cli.planning.candidates import require_heads_to_hold
 from fcp_cli.planning.drafts import quickest_solver
+from fcp_cli.planning.fcp_solver import require_heads_to_hold
 from fcp_cli.planning.static import TUNING_STEPS, StaticSolver, static_candidates
 
 

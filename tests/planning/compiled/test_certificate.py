@@ -19,7 +19,6 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import assemble
 from fcp_cli.planning.batches import batch_of
 from fcp_cli.planning.bounds import lower_bound_seconds, simple_bound_seconds
-from fcp_cli.planning.candidates import make_solver
 from fcp_cli.planning.compiled.certificate import other_waves, wave_bound, work_in_rings
 from fcp_cli.planning.compiled.wave_bounds import (
     crowd_bound,
@@ -28,6 +27,7 @@ from fcp_cli.planning.compiled.wave_bounds import (
     ringed_bound,
     whole_waves,
 )
+from fcp_cli.planning.fcp_solver import make_solver
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs, repriced
 from fcp_cli.planning.problem import Problem, work_on
 from tests.planning.examples import example_problem, first_step, one_batch, table_of

@@ -188,7 +188,7 @@ _HASH_OF_PLANS = """
 import hashlib
 import numpy as np
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
-from fcp_cli.planning.candidates import make_solver
+from fcp_cli.planning.fcp_solver import make_solver
 from fcp_cli.planning.make_plan import plan_step
 from tests.planning.examples import example_problem, long_tail
 
