@@ -16,7 +16,7 @@ from tests.cli.planning_folder import EIGHT_RANKS, fcp, write_dataset
 
 
 @pytest.mark.parametrize(
-    ("sync", "search", "name"), [("iteration", timelines, "schedule"), ("microbatch", waves, "plan")]
+    ("sync", "search", "name"), [("iteration", timelines, "schedule"), ("microbatch", waves, "planned")]
 )
 def test_a_plan_reaches_its_search_through_five_files_at_most(
     sync: Sync, search: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
