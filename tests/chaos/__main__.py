@@ -23,12 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos import clock, forks
-from tests.chaos.checker import read_reference
 from tests.chaos.faults import KINDS
 from tests.chaos.jobs import Job
 from tests.chaos.scene import RUN_DIR, SETTINGS, STEPS, Ground, Scene, layouts_of
 from tests.chaos.system import SkippedError
-from tests.patience import PATIENCE_SECONDS
 
 _UNFORKED_EVERY = 10
 # The clock is that of the processes forked from here, which have not imported what scripts need.
@@ -83,20 +81,9 @@ def _prepare(folder: Path) -> Ground:
     # It keeps every step's state: a job that is asked to stop saves wherever it is.
     words = (*SETTINGS, "--checkpoint-every", "1", "--run-dir", RUN_DIR)
     job = Job(*words, folder=work, run_dir=work / RUN_DIR, mark=f"{os.getpid()}-reference")
-    job.wait_for(lambda: job.steps() > 0, PATIENCE_SECONDS)
-    start = time.monotonic() - job.began
-    job.wait_gone(PATIENCE_SECONDS)
-    seconds = time.monotonic() - job.began
-    assert job.status == 0, job.lines
-    reference = read_reference(work / RUN_DIR, layouts)
+    ground = Ground.of(job, seeds, lambda: layouts)
     shutil.rmtree(work)
-    return Ground(
-        folder=seeds,
-        reference=reference,
-        start_seconds=start,
-        step_seconds=(seconds - start) / STEPS,
-        seconds=seconds,
-    )
+    return ground
 
 
 def _write_seeds(folder: Path) -> None:

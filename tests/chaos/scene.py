@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.chaos import checker, system
 from tests.chaos.checker import Layout, Reference
 from tests.chaos.jobs import Job
+from tests.patience import PATIENCE_SECONDS
 
 RUN_DIR = "R"
 RANKS = 4
@@ -42,6 +43,24 @@ class Ground:
     start_seconds: float
     step_seconds: float
     seconds: float
+
+    @classmethod
+    def of(cls, job: Job, folder: Path, layouts: Callable[[], Sequence[Layout]], *, may_lose: int = 0) -> Ground:
+        """Let a job go straight to its end; `layouts` are those of its plan, which it may make while it trains."""
+        job.wait_for(lambda: job.steps() > 0, PATIENCE_SECONDS)
+        start = time.monotonic() - job.began
+        job.wait_gone(PATIENCE_SECONDS)
+        seconds = time.monotonic() - job.began
+        assert job.status == 0, job.lines
+        reference = checker.read_reference(job.run_dir, layouts(), may_lose=may_lose)
+        assert reference.steps == STEPS and reference.states
+        return cls(
+            folder=folder,
+            reference=reference,
+            start_seconds=start,
+            step_seconds=(seconds - start) / STEPS,
+            seconds=seconds,
+        )
 
     @property
     def most_seconds(self) -> float:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.chaos.checker import read_reference
 from tests.chaos.jobs import Job
-from tests.chaos.scene import RUN_DIR, STEPS, Ground, Scene, layouts_of
-from tests.patience import PATIENCE_SECONDS
+from tests.chaos.scene import RUN_DIR, Ground, Scene, layouts_of
 
 _WORKERS = Path(__file__).parent / "workers"
 _EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -51,27 +48,13 @@ class Script:
             shutil.copy(file, folder)
 
     @cache  # noqa: B019 -- scripts are constants
-    def undisturbed(self, beside: Path) -> Ground:
+    def undisturbed(self, parent: Path) -> Ground:
         """Return what its runs share, from one that goes straight to its end."""
-        folder = beside / f"straight-{self.files[0].stem}"
+        folder = parent / f"straight-{self.files[0].stem}"
         folder.mkdir()
         self.copy_to(folder)
         job = Job(*self.words, folder=folder, run_dir=folder / RUN_DIR, mark=f"{os.getpid()}-{folder.name}")
-        job.wait_for(lambda: job.steps() > 0, PATIENCE_SECONDS)
-        start = time.monotonic() - job.began
-        job.wait_gone(PATIENCE_SECONDS)
-        seconds = time.monotonic() - job.began
-        assert job.status == 0, job.lines
-        layouts = layouts_of(job.run_dir / "plan.parquet")
-        reference = read_reference(job.run_dir, layouts, may_lose=self.may_lose)
-        assert reference.steps == STEPS and reference.states
-        return Ground(
-            folder=folder,
-            reference=reference,
-            start_seconds=start,
-            step_seconds=(seconds - start) / STEPS,
-            seconds=seconds,
-        )
+        return Ground.of(job, folder, lambda: layouts_of(job.run_dir / "plan.parquet"), may_lose=self.may_lose)
 
 
 TRAINER = Script(files=(_WORKERS / "trainer_script.py", _EXAMPLES / "hugging_face" / "train.py"))
