@@ -31,6 +31,7 @@ from fcp_cli.planning.pipelines import PipelineStep, equal_length_candidates, pl
 from fcp_cli.planning.problem import Assignment, Batch, Problem, whole_budget
 from fcp_cli.planning.searches import (
     CLOSE_ENOUGH,
+    NOTHING,
     Candidate,
     Found,
     assign_timelines,
@@ -189,8 +190,8 @@ class FcpSolver:
             table = LengthTable(name="a tiny step", length_tokens=np.array(lengths, dtype=np.int64))
             batch = batch_of(table, plain.problem)
             for candidate in plain._candidates(batch, plain._bound(batch.work)):
-                candidate.improve(Found())
-            StaticSolver(problem=plain.problem, degree=1).assign(batch)
+                candidate.assign(NOTHING)
+            plain._price(batch)(StaticSolver(problem=plain.problem, degree=1).assign(batch))
             lower_bound_seconds(batch.work, plain.problem)
 
     def draft(self, batch: Batch) -> Assignment:
@@ -199,14 +200,17 @@ class FcpSolver:
             return self.assign(batch)
         with interrupts_deferred():
             batch = replace(batch, encoder_seconds=None)
-            found = best_of(self._candidates(batch, _no_bound), _no_bound, Found())
+            found = best_of(self._candidates(batch, _no_bound), self._price(batch), _no_bound)
             assert found.assignment is not None, "a step was sought below a limit"
             return found.assignment
 
     def best(self, batch: Batch) -> Found:
         """Return the fastest answer of all candidates, for ranks of one speed and no pipeline."""
         bound = self._bound(batch.work)
-        return best_of(self._candidates(batch, bound), bound, Found())
+        return best_of(self._candidates(batch, bound), self._price(batch), bound)
+
+    def _price(self, batch: Batch) -> Callable[[Assignment], float]:
+        return partial(makespan_seconds, batch=batch, problem=self.problem)
 
     def _bound(self, work: Work) -> Callable[[], float]:
         return cache(partial(lower_bound_seconds, work, self.problem))
@@ -217,35 +221,32 @@ class FcpSolver:
         yield Candidate("one degree", partial(self._one_degree, batch))
         if self.problem.attention == "2d":  # the greedy search is not monotone: rings alone may give a faster plan
             rings = replace(self, inputs=without_splits(self.inputs))
-            nested = partial(best_of, rings._searches(batch, "rings, "), bound)
-            yield Candidate("rings", nested, CLOSE_ENOUGH)
+            nested = partial(best_of, rings._searches(batch), self._price(batch), bound)
+            yield Candidate("rings", lambda found: nested(found).assignment, CLOSE_ENOUGH)
         for name, work in self._perturbed_work(batch.work):
-            yield Candidate(name, partial(self._perturbed, name, replace(batch, work=work), batch), CLOSE_ENOUGH)
+            perturbed = partial(self._from_scratch, replace(batch, work=work))
+            yield Candidate(name, perturbed, CLOSE_ENOUGH)
         if self.problem.sync == "microbatch":
             order, sequences = by_falling_work(batch.work)
             recomputes = self.inputs.prices.again.any()
             # With recomputation, later waves are rated by the cost of their tokens, so a fill changes nothing.
             for fill, dearer, above_gap in (rating for rating in _RATINGS if not (recomputes and rating[0])):
                 name = f"waves, if later ones were {fill or 1:.0%} full and micro-batches {dearer:g} times as dear"
-                again = partial(self._rated_otherwise, batch, order, sequences, fill, dearer, name)
+                again = partial(self._rated_otherwise, order, sequences, fill, dearer)
                 yield Candidate(name, again, above_gap)
             if not has_parts(self.inputs):  # a pair of waves spans all ranks: too many, if a step is cut into parts
-                yield Candidate("regrouped", partial(self._regrouped, batch, order, sequences), CLOSE_ENOUGH)
+                yield Candidate("regrouped", partial(self._regrouped, order, sequences), CLOSE_ENOUGH)
         if not self.options and is_tiny(batch, self.problem):
-            yield Candidate("exact", partial(self._exact, batch), 0.0)
+            yield Candidate("exact", lambda found: assign_tiny(batch, self.problem), 0.0)
 
-    def _searches(self, batch: Batch, prefix: str = "") -> Iterator[Candidate]:
+    def _searches(self, batch: Batch) -> Iterator[Candidate]:
         """Yield the searches of these inputs for the step."""
         order, sequences = by_falling_work(batch.work)
         # The kernels do not know the seconds after the last micro-batch.
         closing = self.problem.profile.step.closing_seconds(self.problem.sync)
 
         def candidate(name: str, search: _Search, above_gap: float | None = None) -> Candidate:
-            def improve(found: Found) -> Found:
-                answer = search(order, sequences, found.seconds - closing)
-                return found.quicker(prefix + name, answer, batch, self.problem)
-
-            return Candidate(prefix + name, improve, above_gap)
+            return Candidate(name, lambda found: search(order, sequences, found.seconds - closing), above_gap)
 
         if self.problem.sync == "iteration":
             yield candidate("timelines", partial(self._timelines, batch.work))
@@ -275,13 +276,9 @@ class FcpSolver:
         even = float(sequences.work.sum()) / self.inputs.num_ranks + self.inputs.prices.beta
         return assign_timelines(max(even, 0.9 * limit), order, sequences, self.inputs)
 
-    def _perturbed(self, name: str, perturbed: Batch, batch: Batch, found: Found) -> Found:
-        """Plan perturbed work from scratch; price the answer with the real work."""
-        answer = best_of(self._searches(perturbed, f"{name}, "), self._bound(perturbed.work), Found())
-        return found.quicker(answer.name, answer.assignment, batch, self.problem)
-
-    def _exact(self, batch: Batch, found: Found) -> Found:
-        return found.quicker("exact", assign_tiny(batch, self.problem), batch, self.problem)
+    def _from_scratch(self, perturbed: Batch, found: Found) -> Assignment | None:
+        """Plan perturbed work without regard to the fastest answer, whose price is of the real work."""
+        return best_of(self._searches(perturbed), self._price(perturbed), self._bound(perturbed.work)).assignment
 
     def _assign_at_speeds(self, batch: Batch, speeds: Speeds) -> Assignment:
         """Plan one step on ranks of different speeds; under `iteration` waves compete, too."""
@@ -289,14 +286,11 @@ class FcpSolver:
         if self.problem.sync == "microbatch" or self.problem.pipeline is not None:
             return first
         in_waves = replace(self, problem=replace(self.problem, sync="microbatch"))
-
-        def waves(found: Found) -> Found:
-            other = _without_waves(in_waves._assign_at_speeds(batch, speeds))
-            return found.quicker("waves", other, batch, self.problem)
-
-        start = Found(first, makespan_seconds(first, batch, self.problem), "timelines")
-        found = best_of([Candidate("waves", waves, CLOSE_ENOUGH)], self._bound(batch.work), start)
-        return found.assignment or first
+        candidates = (
+            Candidate("timelines", lambda found: first),
+            Candidate("waves", lambda found: _without_waves(in_waves._assign_at_speeds(batch, speeds)), CLOSE_ENOUGH),
+        )
+        return best_of(candidates, self._price(batch), self._bound(batch.work)).assignment or first
 
     def _assign_alike(self, num_ranks: int, dearer_hop_seconds: float, batch: Batch) -> Assignment:
         """Plan one step on `num_ranks` ranks of speed 1, with dearer ring hops."""
@@ -315,15 +309,8 @@ class FcpSolver:
             yield "even encoder", replace(work, linear_seconds=work.linear_seconds + encoder)
 
     def _rated_otherwise(
-        self,
-        batch: Batch,
-        order: IntArray,
-        sequences: Sequences,
-        fill: float,
-        dearer: float,
-        name: str,
-        found: Found,
-    ) -> Found:
+        self, order: IntArray, sequences: Sequences, fill: float, dearer: float, found: Found
+    ) -> Assignment | None:
         """Search for waves as if later waves were less full and micro-batches dearer; see `_RATINGS`."""
         beta = self.inputs.prices.beta
         more = (dearer - 1.0) * max(0.0, self.inputs.prices.host - beta)  # a further micro-batch takes its host, too
@@ -333,14 +320,13 @@ class FcpSolver:
         if found.assignment is not None:
             waves = int(found.assignment.wave.max()) + 1
             limit += waves * (dearer - 1.0) * beta + waves * more
-        return found.quicker(name, assign_waves(order, sequences, rated, limit), batch, self.problem)
+        return assign_waves(order, sequences, rated, limit)
 
-    def _regrouped(self, batch: Batch, order: IntArray, sequences: Sequences, found: Found) -> Found:
+    def _regrouped(self, order: IntArray, sequences: Sequences, found: Found) -> Assignment | None:
         """Replan pairs of waves of the fastest step so far, or of a new one if there is none."""
         assignment = found.assignment or assign_waves(order, sequences, self.inputs)
         assert assignment is not None, "a step was sought below a limit"
-        other = regrouped(assignment, order, sequences, self.inputs)
-        return found.quicker(f"{found.name}, regrouped", other, batch, self.problem)
+        return regrouped(assignment, order, sequences, self.inputs)
 
     def _for_pipelines(self, batch: Batch) -> Iterator[PipelineStep]:
         """Yield steps for pipelines: with micro-batches of similar duration, and as planned without stages."""
@@ -353,8 +339,8 @@ class FcpSolver:
             found = replace(self, problem=plain, inputs=inputs).assign(batch)
             yield PipelineStep.of(found, batch, self.problem)
 
-    def _one_degree(self, batch: Batch, found: Found) -> Found:
-        """Try the fastest step of a single degree, on allowed groups."""
+    def _one_degree(self, batch: Batch, found: Found) -> Assignment | None:
+        """Return the fastest step of a single degree, on allowed groups."""
         seconds = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
         # In batch order, since ties are broken by position and `StaticSolver` lays the winner out in that order.
         chosen, sequences, degrees, ranks = None, in_batch_order(batch.work), self.degrees, self.problem.num_ranks
@@ -367,11 +353,9 @@ class FcpSolver:
                 problem = replace(self.problem, sync=sync)
                 seconds, chosen = least, StaticSolver(problem=problem, degree=degree, packing=PACKINGS[packing])
         if chosen is None:
-            return found
+            return None
         assignment = chosen.assign(batch)
-        if self.problem.sync == "iteration":
-            assignment = _without_waves(assignment)
-        return found.quicker("one degree", assignment, batch, self.problem)
+        return _without_waves(assignment) if self.problem.sync == "iteration" else assignment
 
 
 def _no_bound() -> float:

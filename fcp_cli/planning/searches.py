@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from fcp_cli.plan.step import offsets_of
-from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.compiled import timelines
 from fcp_cli.planning.compiled import waves as wave_searches
 from fcp_cli.planning.compiled.certificate import work_in_rings
@@ -17,7 +16,7 @@ from fcp_cli.planning.compiled.ring_placement import Rings
 from fcp_cli.planning.compiled.room_tree import dealt
 from fcp_cli.planning.compiled.single_rank_packs import CLOSED, SingleRankPacks
 from fcp_cli.planning.kernel_inputs import with_recomputation
-from fcp_cli.planning.problem import Assignment, Batch, Problem
+from fcp_cli.planning.problem import Assignment
 from fcp_cli.util.arrays import FloatArray, IntArray
 
 # Effort limits are counts, not seconds, so that results do not depend on the machine's speed.
@@ -45,12 +44,8 @@ class Found(NamedTuple):
     seconds: float = np.inf
     name: str = ""
 
-    def quicker(self, name: str, other: Assignment | None, batch: Batch, problem: Problem) -> Found:
-        """Return `other` if it is faster; on ties or without one, keep this."""
-        if other is None:
-            return self
-        seconds = makespan_seconds(other, batch, problem)
-        return Found(other, seconds, name) if seconds < self.seconds else self
+
+NOTHING = Found()
 
 
 class Candidate(NamedTuple):
@@ -58,20 +53,26 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: the name in explanations.
-        improve: takes the fastest answer so far; returns it or a faster one.
+        assign: takes the fastest answer so far; returns another one, or None if it found none that may be faster.
         above_gap: gap to the bound above which the candidate is tried; None: always.
     """
 
     name: str
-    improve: Callable[[Found], Found]
+    assign: Callable[[Found], Assignment | None]
     above_gap: float | None = None
 
 
-def best_of(candidates: Iterable[Candidate], bound_seconds: Callable[[], float], found: Found) -> Found:
-    """Run the candidates in order and return the fastest answer.
+def best_of(
+    candidates: Iterable[Candidate],
+    price: Callable[[Assignment], float],
+    bound_seconds: Callable[[], float],
+    found: Found = NOTHING,
+) -> Found:
+    """Run the candidates in order and return the fastest answer, on ties the first.
 
     Args:
         candidates: candidates, made lazily.
+        price: returns the predicted makespan of an assignment.
         bound_seconds: returns the proven lower bound of the step; called at most once, by the first optional candidate.
         found: the answer to start from.
     """
@@ -81,7 +82,9 @@ def best_of(candidates: Iterable[Candidate], bound_seconds: Callable[[], float],
             bound = bound_seconds() if bound is None else bound
             if found.seconds <= bound * (1.0 + candidate.above_gap):
                 continue
-        found = candidate.improve(found)
+        other = candidate.assign(found)
+        if other is not None and (seconds := price(other)) < found.seconds:
+            found = Found(other, seconds, candidate.name)
     return found
 
 
