@@ -135,10 +135,6 @@ def choose_measurement(request: ProfileRequest, samples: Path, assumptions: Assu
         raise UsageError(f"--ranks {ranks} does not divide over --nodes {request.nodes}; give the ranks of all nodes")
     if on_cpu and request.nodes == 1 and ranks > units:
         assumptions.assume("times", f"{ranks} ranks sharing {units} cores", "as in a job with as many ranks here")
-    degrees = request.degrees or default_degrees(ranks)
-    if max(degrees) > ranks > 1:
-        raise UsageError(f"--degrees {max(degrees)} needs as many ranks; {ranks} are measured (--ranks 1 emulates)")
-    _assume(assumptions, "--degrees", request.degrees, ",".join(map(str, degrees)), f"{ranks} ranks")
     max_length = request.max_length or (_CPU_MAX_LENGTH if on_cpu else _MAX_LENGTH)
     _assume(assumptions, "--max-length", request.max_length, max_length, "tokens")
     minutes = request.budget_minutes or (1.0 if on_cpu and spec.parameters < _SMALL_MODEL_PARAMETERS else 10.0)
@@ -157,7 +153,7 @@ def choose_measurement(request: ProfileRequest, samples: Path, assumptions: Assu
         cluster=cluster,
         ranks=ranks,
         nodes=request.nodes,
-        degrees=degrees,
+        degrees=default_degrees(ranks),
         max_length=max_length,
         device=kind,
         recipe=recipe,

@@ -50,7 +50,6 @@ class ProfileRequest:
     max_length: Annotated[
         int | None, Opt("Tokens of the longest pack.", unset="4096 on a CPU, else 131072", common=True)
     ] = None
-    degrees: Annotated[tuple[int, ...], Opt("Degrees to measure.", commas=True, unset="up to 8", common=True)] = ()
     ranks: Annotated[
         int | None,
         Opt(

@@ -154,8 +154,6 @@ def test_fit_never_replaces_the_metrics_it_reads(tmp_path: Path, fcp: Fcp) -> No
         (["--analytic", "--model", "qwen3-8b", "--freeze-vision"], 2, "qwen3-8b has no vision encoder"),
         (["--device", "tpu"], 2, "--device is 'tpu'; it must be one of auto, cpu, cuda, npu"),
         (["--device", "cpu", "--max-length", "10"], 2, "--max-length is 10; it must be at least 512"),
-        (["--device", "cpu", "--ranks", "2", "--degrees", "3"], 2, "--degrees 3 needs as many ranks; 2 are measured"),
-        (["--device", "cpu", "--degrees", "one"], 2, "--degrees is 'one'; give whole numbers with commas"),
         (["--from-samples", "no.jsonl"], 1, "cannot read the samples no.jsonl"),
         (["show", "no.yaml"], 1, "there is no cost profile no.yaml; make one with 'fcp profile -o no.yaml'"),
         (["fit", "no.jsonl"], 1, "cannot read the metrics no.jsonl: No such file or directory"),

@@ -17,7 +17,6 @@ from fcp_cli.profiling.choices import choose_measurement, computed_profile
 from fcp_cli.profiling.options import ProfileRequest
 from fcp_cli.util.console import Assumptions
 from fcp_cli.util.machine import LocalDevices
-from tests.messages import raises
 
 UNSET, SAMPLES = ProfileRequest(), Path("profile.samples.jsonl")
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
@@ -81,21 +80,6 @@ def test_eight_accelerators_measure_real_rings(on: Any) -> None:
     settings = choose_measurement(replace(UNSET, model="qwen3-1.7b"), SAMPLES, Assumptions())
     assert not settings.emulate
     assert (settings.cluster, settings.device, settings.layers) == ("ascend910b-8x8", "npu", (28,))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"degrees": (8,)},
-            snapshot("UsageError: --degrees 8 needs as many ranks; 4 are measured (--ranks 1 emulates)"),
-        ),
-    ],
-)
-def test_contradictory_options_are_named(on: Any, changes: dict[str, Any], message: str) -> None:
-    on("cpu", 0)
-    with raises(message):
-        choose_measurement(replace(UNSET, **changes), SAMPLES, Assumptions())
 
 
 def test_levels_of_recomputation_are_computed_for_the_ranks_of_a_cluster_and_never_measured() -> None:
