@@ -356,8 +356,6 @@ def owned_job(
 
 # A job on this machine: its progress and its end.
 
-_FAR_OFF = 1.5  # factor between predicted and measured step time that is reported
-
 
 def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     """Run this machine's ranks in an owned run directory, show their output, and report the end."""
@@ -541,16 +539,18 @@ def _report_end(job: Job, ran: RunSummary, *, json: bool) -> None:
 
 
 def _wrong_estimate(job: Job, slowdown: float | None) -> str:
-    """Return a note if measured and predicted step times differ by `_FAR_OFF` under an unmeasured profile; else ""."""
+    """Return a note if step times differ by `FAR_OFF` from a plan's estimates, unless the cores were busy; else ""."""
+    from fcp_cli.runs.metrics_reader import FAR_OFF, busy_cores
+
     profile = job.profile
-    if slowdown is None or 1 / _FAR_OFF < slowdown < _FAR_OFF:
+    if slowdown is None or 1 / FAR_OFF < slowdown < FAR_OFF or busy_cores():
         return ""
     if profile is None or profile.origin not in ("analytic", "assumed"):
         return ""
     measuring = shlex.join(["fcp", "profile", *(["--model", job.model] if job.model is not None else [])])
     return (
-        f"steps took {slowdown:.1f} times as long as planned: the times of {profile.model} on {profile.cluster} are "
-        f"estimated, not measured; measure them with '{measuring}', and plan with --profile profile.yaml"
+        f"the plan's times of {profile.model} on {profile.cluster} are estimates, and steps took {slowdown:.1f} times "
+        f"as long; measure them with '{measuring}', and plan with --profile profile.yaml"
     )
 
 

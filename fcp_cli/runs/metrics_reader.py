@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -375,6 +376,16 @@ class FileFollower:
             yield file
 
 
+FAR_OFF = 1.5  # factor between planned and measured step time that needs an explanation
+_ESTIMATED = re.compile("^origin: *(analytic|assumed)", re.MULTILINE)  # in a cost profile
+
+
+def busy_cores() -> str:
+    """Return the load of this machine in words if it has more than two runnable processes per core, else ""."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"load {load:.0f} on {counted(cores, 'core')}" if load > 2 * cores else ""
+
+
 @dataclass(slots=True)
 class RunSummary:
     """Totals over the steps passed to `feed`.
@@ -428,17 +439,22 @@ class RunSummary:
                 f"{', '.join(parts)}; the last step took {duration(took)} with its warm-up, planned {duration(planned)}"
             )
         number, seconds, planned = self._paced
-        against = f", planned {duration(planned / number)} (x{slowdown:.2f})" if is_measured else ""
+        busy = f"; {load}" if slowdown > FAR_OFF and (load := busy_cores()) else ""
+        against = f", planned {duration(planned / number)} (x{slowdown:.2f}{busy})" if is_measured else ""
         return f"{', '.join(parts)}; a step took {duration(seconds / number)}{against}"
 
 
 def closing_line(summary: RunSummary, paths: RunPaths) -> str:
     """Format the final line of a successful run: totals and where its files are."""
-    is_measured = not paths.gain.is_file()
-    gain = "" if is_measured else paths.gain.read_text(encoding="utf-8")
+    profile, gain, models = (
+        path.read_text(encoding="utf-8") if path.is_file() else "" for path in (paths.profile, paths.gain, paths.saved)
+    )
+    is_measured = _ESTIMATED.search(profile) is None
     places = [f"predicted {gain}"] if gain else []
     if saved := checkpoints(paths.checkpoints):
         places.append(f"checkpoint {from_here(saved[-1])}")
+    if kept := [path for path in map(Path, models.splitlines()) if path.is_dir()]:  # trainers delete old checkpoints
+        places.append(f"model {from_here(kept[-1])}")
     places.append(f"metrics {from_here(paths.metrics)}" if summary.steps else f"logs in {from_here(paths.logs)}")
     return f"done: {summary.line(is_measured=is_measured)}; {', '.join(places)}"
 

@@ -77,6 +77,11 @@ class RunPaths:
         return self.run_dir / "gain.txt"
 
     @property
+    def saved(self) -> Path:
+        """Folders to which a script's trainer saved its model, a line each."""
+        return self.run_dir / "saved.txt"
+
+    @property
     def stopped(self) -> Path:
         """Checkpoint of a script whose trainer was stopped; see `StoppedScript`."""
         return self.run_dir / "stopped.json"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from inline_snapshot import snapshot
 
 from fcp_cli.runs.metrics_reader import RunSummary, closing_line, summary_of
@@ -41,6 +42,7 @@ def test_the_closing_line_says_what_a_run_came_to_and_where_everything_is(tmp_pa
 
 def test_a_plan_of_computed_times_is_not_held_against_the_run_but_its_predicted_gain_is_named(tmp_path: Path) -> None:
     paths = RunPaths(run_dir=tmp_path)
+    paths.profile.write_text("model: tiny\norigin: analytic  # computed\n")
     paths.gain.write_text("49% less than the script's own padded batches (10.6 ms)")
     ran = RunSummary()
     for number in (0, 1, 2, 0, 1):  # two trainers
@@ -49,6 +51,23 @@ def test_a_plan_of_computed_times_is_not_held_against_the_run_but_its_predicted_
         "done: steps 1 to 3 and 1 to 2, 300k tokens in 15 s; a step took 3 s; predicted 49% less than the script's own "
         "padded batches (10.6 ms), metrics RUN/metrics.jsonl"
     )
+
+
+def test_the_closing_line_names_the_last_saved_model_that_the_trainer_has_not_deleted(tmp_path: Path) -> None:
+    paths = RunPaths(run_dir=tmp_path)
+    (tmp_path / "out" / "best").mkdir(parents=True)
+    paths.saved.write_text(f"{tmp_path}/out/first\n{tmp_path}/out/best\n{tmp_path}/out/deleted\n")
+    line = closing_line(RunSummary(), paths).replace(str(tmp_path), "RUN")
+    assert line == "done: no step was measured; model RUN/out/best, logs in RUN/logs"
+
+
+def test_a_slow_run_on_busy_cores_names_their_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (30.0, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    ran = RunSummary()
+    for number in range(2):
+        ran.feed(step(number, loss=None, seconds=16.0))
+    assert "a step took 16 s, planned 2 s (x8.00; load 30 on 2 cores);" in closing_line(ran, RunPaths(run_dir=tmp_path))
 
 
 def test_a_run_that_nobody_measured_names_its_logs(tmp_path: Path) -> None:

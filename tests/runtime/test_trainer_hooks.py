@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from inspect import Parameter, Signature
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -120,3 +122,18 @@ def test_metrics_and_plan_are_whole_before_a_stopped_rank_ends_with_the_signals_
         events.append("train")
 
     assert events == ["train", "leave", "end", "close"]
+
+
+def test_a_saved_model_is_recorded_by_the_first_rank_in_the_trainers_folder_or_the_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = {path.split(".")[1]: taking(list(names)) for path, names in hooks.TRAINER.items()}
+    kind = type("Trainer", (), methods)
+    hook_trainer(SimpleNamespace(Trainer=kind, __name__="transformers.trainer"))  # type: ignore[arg-type]
+    monkeypatch.setenv("FCP_RUN_DIR", str(tmp_path))
+    for rank, folder in ((0, tmp_path / "best"), (0, None), (1, tmp_path / "of another rank")):
+        trainer: Any = kind()
+        trainer.args = SimpleNamespace(output_dir=str(tmp_path / "out"))
+        trainer.is_world_process_zero = partial(bool, rank == 0)
+        trainer.save_model(folder)
+    assert (tmp_path / "saved.txt").read_text().splitlines() == [str(tmp_path / "best"), str(tmp_path / "out")]

@@ -21,6 +21,7 @@ TRAINER: Signatures = {
     "Trainer._inner_training_loop": ("args",),
     "Trainer.get_train_dataloader": (),
     "Trainer.training_step": ("model", "inputs", "num_items_in_batch"),
+    "Trainer.save_model": ("output_dir",),
     "Trainer.compute_loss": ("model", "inputs", "num_items_in_batch"),
     "Trainer.compute_loss_context_manager": (),
     "Trainer.create_accelerator_and_postprocess": (),
@@ -61,6 +62,16 @@ def hook_trainer(trainer: ModuleType) -> None:
         return begin(self, checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
 
     kind.train = resumed_train
+    save = kind.save_model
+
+    @wraps(save)
+    def save_model(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        from fcp_cli.integrations.hugging_face.trainer import note_saved
+
+        save(self, output_dir, *args, **kwargs)
+        note_saved(self, output_dir)
+
+    kind.save_model = save_model
     make_accelerator = kind.create_accelerator_and_postprocess
 
     @wraps(make_accelerator)

@@ -37,7 +37,7 @@ from fcp_cli.integrations.hugging_face.losses import BatchMeans, CausalLoss, Pla
 from fcp_cli.integrations.hugging_face.own_loss import OwnLoss
 from fcp_cli.integrations.hugging_face.pairs import LogitPreferenceLoss, PreferenceLoss, SftLoss
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention, base_model, recompute_layers
-from fcp_cli.runs.run_dir import StoppedScript, forget_stopped, note_stopped, read_stopped
+from fcp_cli.runs.run_dir import RunPaths, StoppedScript, forget_stopped, note_stopped, read_stopped
 from fcp_cli.runtime.session import Session
 from fcp_cli.runtime.step import Step
 from fcp_cli.runtime.stop_request import INTERRUPTED, StopRequest
@@ -321,6 +321,13 @@ class StopAtStepEnd(TrainerCallback):
             raise SystemExit(INTERRUPTED)
         if run_dir and self._world.rank == 0:
             forget_stopped(Path(run_dir))
+
+
+def note_saved(trainer: Any, folder: Any) -> None:
+    """Record the folder of a saved model, by default the trainer's own, for the last line of the job."""
+    if (run_dir := os.environ.get(RUN_DIR_VARIABLE)) and trainer.is_world_process_zero():
+        with RunPaths(run_dir=Path(run_dir)).saved.open("a", encoding="utf-8") as file:
+            file.write(f"{Path(folder or trainer.args.output_dir).absolute()}\n")
 
 
 def checkpoint_to_resume(given: Any) -> Any:
