@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, cast
 
@@ -82,6 +82,8 @@ def _prepare(options: SelftestOptions, folder: Path) -> Measurement:
     from fcp_cli.profiling.samples import begin_samples
 
     measurement = choose_measurement(_profile_request(options), folder / "packs.samples.jsonl", Assumptions())
+    if measurement.device != "cpu":  # fewer than for a profile, so that it takes minutes
+        measurement = replace(measurement, degrees=tuple(n for n in (1, 2, 4, 8) if n <= measurement.ranks))
     folder.mkdir(parents=True, exist_ok=True)  # only after validation, so that an invalid request leaves no folder
     begin_samples(measurement)
     measurement.write(folder / "measurement.json")
@@ -112,7 +114,6 @@ def _profile_request(request: SelftestOptions) -> ProfileRequest:
         model=request.model or ("qwen3-tiny" if on_cpu else "qwen3-8b"),
         budget_minutes=minutes,
         max_length=longest,
-        degrees=() if on_cpu else tuple(degree for degree in (1, 2, 4, 8) if degree <= ranks),
         ranks=ranks,
         device=device,
         nodes=request.nodes,
