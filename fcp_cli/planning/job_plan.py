@@ -240,7 +240,8 @@ def _gain_of_another_recipe(inputs: PlanInputs) -> str:
     remedy, _tried = best_remedy(inputs, sample)
     if remedy is None:
         return ""
-    return f"the script has a recipe of its own; its steps would take {1 - remedy.factor:.0%} less with {remedy.flags}"
+    flags = remedy.flags.replace("--recompute none", "gradient_checkpointing=False")  # as the script sets it
+    return f"the script's steps would take {1 - remedy.factor:.0%} less with {flags}"
 
 
 def _write_manifest(path: Path, rows: pa.Table) -> None:
