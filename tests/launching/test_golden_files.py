@@ -47,6 +47,7 @@ CASES = {
     "trainjob-msrun": ("trainjob", cluster_job(device="npu", launcher="msrun")),
     "trainjob": ("trainjob", cluster_job()),
     "trainjob-placed": ("trainjob", cluster_job()),
+    "site-runtime": ("trainjob", cluster_job()),
     "skypilot": ("skypilot", on_cluster(accelerator="H100", image="")),
     "skypilot-image": ("skypilot", on_cluster(accelerator="A100-80GB", setup=())),
     "ray": ("ray", cluster_job()),
@@ -60,15 +61,16 @@ CASES = {
 }
 
 
-# Templates of a site that place pods, as docs/how-to/kubernetes.md shows them.
+def _shown(page: str, begins: str) -> str:
+    """Return the block of a page that begins so."""
+    text = (HERE.parents[1] / page).read_text(encoding="utf-8")
+    return text[text.index(begins) :].partition("```")[0]
+
+
+# Templates of a site; the page's own, and one that sets what is left.
 PLACED = {
-    "trainjob-placed": """{% extends "trainjob.yaml.j2" %}
-{% set node_selector = {"cloud.example/gpu": "h100"} %}
-{% set tolerations = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {"key": "team", "value": "llm"}] %}
-{% set secrets = [{"variable": "WANDB_API_KEY", "secret": "wandb", "key": "token"}] %}
-{% set rdma_resource = "rdma/hca" %}
-{% set labels = {"kueue.x-k8s.io/queue-name": "team"} %}
-""",
+    "trainjob-placed": _shown("docs/how-to/kubernetes.md", '{% extends "trainjob.yaml.j2" %}\n{% set node_selector'),
+    "site-runtime": _shown("docs/how-to/kubernetes.md", '{% extends "trainjob.yaml.j2" %}\n{% set runtime'),
     "jobset-placed": """{% extends "jobset.yaml.j2" %}
 {% set requests = {"cpu": "32", "memory": "256Gi"} %}
 {% set node_selector = {"cloud.example/gpu": "h100"} %}
@@ -126,7 +128,7 @@ def test_every_script_is_bash_without_findings(name: str) -> None:
     assert checked.stdout == ""
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("trainjob", "jobset"))])
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] in ("trainjob", "jobset")])
 def test_every_manifest_is_what_the_cluster_takes(case: str) -> None:
     target, job = CASES[case]
     (text,) = generated(case).values()
@@ -136,9 +138,10 @@ def test_every_manifest_is_what_the_cluster_takes(case: str) -> None:
         jsonschema.Draft202012Validator(schema).validate(one)
     spec = document["spec"]
     if target == "trainjob":
-        (runtime,) = others
-        assert spec["runtimeRef"]["name"] == runtime["metadata"]["name"] == document["metadata"]["name"]
-        assert spec["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == job.num_nodes
+        assert spec["trainer"]["numNodes"] == job.num_nodes
+        for runtime in others:  # none beside a site's
+            assert spec["runtimeRef"]["name"] == runtime["metadata"]["name"] == document["metadata"]["name"]
+            assert runtime["spec"]["mlPolicy"]["numNodes"] == job.num_nodes
     else:
         (nodes,) = spec["replicatedJobs"]
         assert nodes["template"]["spec"]["completions"] == nodes["template"]["spec"]["parallelism"] == job.num_nodes
@@ -159,6 +162,18 @@ def test_msrun_s_parser_takes_what_a_node_of_a_cluster_runs(case: str) -> None:
     assert (parsed["join"], parsed["node_rank"], parsed["worker_num"]) == (True, 1, 16)
 
 
+def test_pods_of_a_sites_runtime_run_the_same_command_with_the_same_variables() -> None:
+    runtime, _ = yaml.safe_load_all(generated("trainjob")["trainjob-trainjob.yaml"])
+    (job,) = yaml.safe_load_all(generated("site-runtime")["site-runtime-trainjob.yaml"])
+    (nodes,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (ours,) = nodes["template"]["spec"]["template"]["spec"]["containers"]
+    trainer = job["spec"]["trainer"]
+    assert job["spec"]["runtimeRef"]["kind"] == "ClusterTrainingRuntime"
+    assert trainer["command"] == ["env", f"--chdir={ours['workingDir']}", *ours["command"]]
+    assert (trainer["image"], trainer["env"]) == (ours["image"], ours["env"])
+    assert trainer["resourcesPerNode"] == ours["resources"]
+
+
 def test_a_schema_finds_a_misspelt_field() -> None:
     document = yaml.safe_load(generated("jobset")["jobset-jobset.yaml"])
     (nodes,) = document["spec"]["replicatedJobs"]
@@ -170,5 +185,5 @@ def test_a_schema_finds_a_misspelt_field() -> None:
 
 def test_every_shipped_template_is_used_by_a_target() -> None:
     used = {name for target in TARGETS.values() for name in (target.template, *target.others)}
-    included = {"cann.sh", "pod.yaml"}
+    included = {"cann.sh", "pod.yaml", "env.yaml"}
     assert {path.name.removesuffix(".j2") for path in shipped("launchers").glob("*.j2")} == used | included
