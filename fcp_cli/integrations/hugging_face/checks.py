@@ -134,15 +134,6 @@ def _settings_refusals(trainer: Any) -> Refusals:
         "remove it",
     )
     yield (
-        not getattr(trainer, "_loss_shifts_labels", True)
-        and trainer.model_accepts_loss_kwargs
-        and not has_function
-        and loss_kind(trainer) == "Trainer",
-        f"for {type(trainer.model).__name__}, the Trainer also counts each row's first token, which is never "
-        "predicted, in the mean of the loss, but a plan does not; set model.loss_type = 'ForCausalLM' before you "
-        "create the trainer",
-    )
-    yield (
         strategy not in ("random", "sequential", "group_by_length"),
         f"the script draws its rows by {strategy}, but a plan balances the ranks itself; remove it",
     )
@@ -183,6 +174,14 @@ def _model_refusals(trainer: Any) -> Refusals:
         not has_head or bool(getattr(config, "is_encoder_decoder", False)) or kind.endswith("ForMaskedLM"),
         f"{kind} is not a decoder language model, whose tokens a plan splits over ranks and whose loss is a mean over "
         "tokens; start the script without fcp",
+    )
+    yield (
+        not getattr(trainer, "_loss_shifts_labels", True)
+        and trainer.model_accepts_loss_kwargs
+        and trainer.compute_loss_func is None
+        and loss_kind(trainer) == "Trainer",
+        f"for {kind}, the Trainer also counts each row's first token, which is never predicted, in the mean of the "
+        "loss, but a plan does not; set model.loss_type = 'ForCausalLM' before you create the trainer",
     )
     text = getattr(config, "get_text_config", lambda: config)()
     yield (
