@@ -174,6 +174,16 @@ def test_pods_of_a_sites_runtime_run_the_same_command_with_the_same_variables() 
     assert trainer["resourcesPerNode"] == ours["resources"]
 
 
+def test_pods_of_a_sites_runtime_ask_for_all_that_the_template_of_the_site_names(tmp_path: Path) -> None:
+    template = tmp_path / "site.yaml.j2"
+    template.write_text(PLACED["trainjob-placed"] + '{% set runtime = "torch-distributed" %}\n')
+    (job,) = yaml.safe_load_all(job_files(TARGETS["trainjob"], cluster_job(), template=template)["trainjob.yaml"])
+    assert job["spec"]["trainer"]["resourcesPerNode"] == {
+        "requests": {"cpu": "32", "memory": "256Gi"},
+        "limits": {"nvidia.com/gpu": 8, "rdma/hca": 8},
+    }
+
+
 def test_a_schema_finds_a_misspelt_field() -> None:
     document = yaml.safe_load(generated("jobset")["jobset-jobset.yaml"])
     (nodes,) = document["spec"]["replicatedJobs"]
@@ -185,5 +195,5 @@ def test_a_schema_finds_a_misspelt_field() -> None:
 
 def test_every_shipped_template_is_used_by_a_target() -> None:
     used = {name for target in TARGETS.values() for name in (target.template, *target.others)}
-    included = {"cann.sh", "pod.yaml", "env.yaml"}
+    included = {"cann.sh", "pod.yaml", "env.yaml", "resources.yaml"}
     assert {path.name.removesuffix(".j2") for path in shipped("launchers").glob("*.j2")} == used | included
