@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from fcp_cli.launching.supervise import JobOutcome, RunProgress
     from fcp_cli.runs.metrics_reader import RunSummary
     from fcp_cli.runs.owner import Ownership
-    from fcp_cli.runs.run_dir import LaunchRecord
     from fcp_cli.util.findings import Finding
     from fcp_cli.util.machine import LocalDevices
 
@@ -212,7 +210,7 @@ def _show_findings(findings: list[Finding], *, starts: bool = True) -> None:
 
 def _print_commands(job: Job, *, json: bool) -> None:
     """Print the commands of --dry-run on stdout, so that they can be piped into a file or a shell."""
-    from fcp_cli.launching.commands import launch_record
+    from fcp_cli.launching.commands import document_of
     from fcp_cli.launching.job import ADDRESS_TO_FILL_IN
 
     if job.num_nodes > 1:
@@ -220,11 +218,11 @@ def _print_commands(job: Job, *, json: bool) -> None:
         note(f"one command per node, {processes} each; all nodes must see {job.run_dir}")
         if job.master_addr == ADDRESS_TO_FILL_IN:
             note(f"put the address of node 0 for {ADDRESS_TO_FILL_IN}, or give it with --master-addr")
-    record = launch_record(job)
+    document = document_of(job)
     if json:
-        print_json(asdict(record))
+        print_json(document)
         return
-    for command in record.commands:
+    for command in document["commands"]:
         if job.num_nodes > 1:
             sys.stdout.write(f"# node {command['node']}\n")
         sys.stdout.write(command["shell"] + "\n")
@@ -256,13 +254,14 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
         options: the options, as typed.
         owned: the owned run directory, released before the job starts; None if nothing is written there.
     """
-    from fcp_cli.launching.commands import launch_record
+    from fcp_cli.launching.commands import document_of
     from fcp_cli.launching.targets import job_files, start_command, target_of
     from fcp_cli.runs.run_dir import RunPaths
+    from fcp_cli.util.files import json_text
 
     target, output = target_of(job.target), options.output
     files = job_files(target, job, template=options.cluster.template)
-    record, answer = launch_record(job, files), {}
+    document, answer = document_of(job, files), {}
     note(f"{counted(job.num_nodes, 'node')} with {counted(job.processes_per_node, 'process')} each")
     if options.dry_run:
         # A single file has no header, so that it can be piped into a file.
@@ -271,13 +270,15 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
         if job.target == "slurm":
             note(f"to submit it by hand, write it with -o DIR: Slurm needs the folder of its log, {job.paths.logs}")
     elif output is not None:
-        _write(output, {**files, RunPaths(run_dir=output).launch.name: record.text()})
+        _write(output, {**files, RunPaths(run_dir=output).launch.name: json_text(document)})
         _note_start(start_command(target, job, output), resume=options.resume)
     elif owned is not None:
-        answer = {"answer": _start(job, start_command(target, job, job.run_dir), files, record, owned, options.resume)}
+        answer = {
+            "answer": _start(job, start_command(target, job, job.run_dir), files, document, owned, options.resume)
+        }
     if options.json:
         texts = [{"name": name, "text": text} for name, text in files.items()]
-        print_json({**asdict(record), "files": texts, **answer})
+        print_json({**document, "files": texts, **answer})
 
 
 def _note_start(command: tuple[str, ...], *, resume: bool) -> None:
@@ -297,21 +298,22 @@ def _start(
     job: Job,
     command: tuple[str, ...],
     files: Mapping[str, str],
-    record: LaunchRecord,
+    document: Mapping[str, Any],
     owned: Ownership,
     resume: bool,
 ) -> str:
     """Write the files to the run directory and submit to Slurm; return sbatch's output, "" for other targets."""
     from fcp_cli.launching.refusals import check_run_dir
     from fcp_cli.launching.targets import require_sbatch, submit
-    from fcp_cli.runs.run_dir import write_launch, write_record
+    from fcp_cli.runs.run_dir import write_record
+    from fcp_cli.util.files import write_json_atomically
 
     is_slurm = job.target == "slurm"
     if is_slurm:
         require_sbatch()
     check_run_dir(job)
     write_record(job.run_dir, job.plan.absolute(), job.metadata)
-    write_launch(job.run_dir, record)
+    write_json_atomically(job.paths.launch, document)
     job.paths.logs.mkdir(exist_ok=True)
     _write(job.run_dir, files, overwrite=True)  # may only replace files of this run's earlier start
     if not is_slurm:
@@ -359,11 +361,11 @@ def owned_job(
 
 def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     """Run this machine's ranks in an owned run directory, show their output, and report the end."""
-    from fcp_cli.launching.commands import launch_record, resume_command
+    from fcp_cli.launching.commands import document_of, resume_command
     from fcp_cli.launching.refusals import check_run_dir
     from fcp_cli.launching.supervise import full_disk_line, is_full
-    from fcp_cli.runs.run_dir import write_launch, write_record
-    from fcp_cli.util.files import write_text_atomically
+    from fcp_cli.runs.run_dir import write_record
+    from fcp_cli.util.files import write_json_atomically, write_text_atomically
 
     node_rank = job.node_rank or 0
     check_run_dir(job)
@@ -371,9 +373,9 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
         if job.online is not None:
             write_text_atomically(job.paths.online, job.online.to_json())
         if job.planning is not None:
-            write_text_atomically(job.paths.planning, dumps(asdict(job.planning)))
+            write_json_atomically(job.paths.planning, asdict(job.planning))
         write_record(job.run_dir, job.plan, job.metadata)
-        write_launch(job.run_dir, launch_record(job))
+        write_json_atomically(job.paths.launch, document_of(job))
     where = "this machine" if job.num_nodes == 1 else f"node {node_rank} of {job.num_nodes}"
     count, devices = job.processes_per_node, job.metadata.devices_per_rank
     processes = counted(count, "rank") if devices == 1 else f"{count} processes, {devices} to a rank of the plan,"

@@ -153,12 +153,11 @@ def _print_commands(options: SelftestOptions) -> None:
 
 def _finish(report: SelftestReport, options: SelftestOptions) -> None:
     """Write the JSON report, print the block or (--json) the report, and exit with 1 if a check failed."""
-    import json
 
-    from fcp_cli.util.files import write_text_atomically
+    from fcp_cli.util.files import write_json_atomically
 
     document = report.document()
-    write_text_atomically(options.output, json.dumps(document, indent=2) + "\n")
+    write_json_atomically(options.output, document)
     if options.json:
         print_json(document)
     else:

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from fcp_cli import runtime
 from fcp_cli.errors import RunError
@@ -29,7 +30,7 @@ from fcp_cli.launching.job import (
 from fcp_cli.launching.program import through_entry, without_entry
 from fcp_cli.launching.request import LOCAL
 from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE
-from fcp_cli.runs.run_dir import LaunchRecord, RunPaths, from_here, has_followed
+from fcp_cli.runs.run_dir import LAUNCH_FORMAT, RunPaths, from_here, has_followed
 from fcp_cli.util.processes import ALONE, meeting_options, torchrun_argv
 
 # Start-up timeout of nodes unless --join-timeout is given; msrun's default.
@@ -181,18 +182,18 @@ def become(argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
         ) from error
 
 
-# Launch record of a job: printed by `--json`, and stored in the run directory.
+# A job as a document: printed by `--json`, and stored in the run directory as `launch.json`.
 
 # Settings recorded elsewhere, or specific to one start.
 _NOT_REMEMBERED = ("plan", "model", "run_dir", "manifest", "resume", "accept_unrecorded", "quiet")
 
 
-def launch_record(job: Job, files: Iterable[str] = ()) -> LaunchRecord:
-    """Return the launch record of a job.
+def document_of(job: Job, files: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the serialized job; `runs.run_dir.Launched` is what later commands read of it.
 
     Args:
         job: the job to launch.
-        files: names of the files of a cluster job; a local job records node commands instead.
+        files: names of the files of a cluster job; a local job has the commands of its nodes instead.
     """
     settings = job.settings
     names = () if settings is None else tuple(map(str, settings.manifest))
@@ -202,26 +203,27 @@ def launch_record(job: Job, files: Iterable[str] = ()) -> LaunchRecord:
         kept = [f for f in fields(settings) if f.name not in _NOT_REMEMBERED]
         values = {f.name: getattr(settings, f.name) for f in kept if getattr(settings, f.name) != f.default}
         training = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-    return LaunchRecord(
-        plan=str(job.plan.absolute()),
-        plan_hash=job.metadata.plan_hash,
-        num_ranks=job.metadata.num_ranks,
-        run_dir=str(job.run_dir),
-        model=job.model,
-        manifest=names if len(names) > 1 else next(iter(names), None),
-        training=training,
-        program=list(job.program) if settings is not None else without_entry([*job.program, *job.arguments]),
-        target=job.target,
-        launcher=job.launcher,
-        num_nodes=job.num_nodes,
-        processes_per_node=job.processes_per_node,
-        environment=job.job_environment(),
-        commands=[
+    return {
+        "format": LAUNCH_FORMAT,
+        "plan": str(job.plan.absolute()),
+        "plan_hash": job.metadata.plan_hash,
+        "num_ranks": job.metadata.num_ranks,
+        "run_dir": str(job.run_dir),
+        "model": job.model,
+        "manifest": names if len(names) > 1 else next(iter(names), None),
+        "training": training,
+        "program": list(job.program) if settings is not None else without_entry([*job.program, *job.arguments]),
+        "target": job.target,
+        "launcher": job.launcher,
+        "num_nodes": job.num_nodes,
+        "processes_per_node": job.processes_per_node,
+        "environment": job.job_environment(),
+        "commands": [
             {"node": node, "argv": node_argv(each, node_rank=node), "shell": shell_command(each, node_rank=node)}
             for node, each in enumerate(started)
         ],
-        files=[{"name": name} for name in files],
-    )
+        "files": [{"name": name} for name in files],
+    }
 
 
 def again_command(job: Job) -> str:

@@ -12,7 +12,7 @@ from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching.job import Job
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.checkpoints import check_plan_of, check_unfinished, checkpoints, read_header, require_files
-from fcp_cli.runs.run_dir import LaunchRecord, RunPaths
+from fcp_cli.runs.run_dir import Launched, RunPaths
 from fcp_cli.runs.trained_run import require_recorded
 from fcp_cli.util.network import is_host
 from fcp_cli.util.plugins import pip_install
@@ -49,7 +49,7 @@ def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
 
 def check_resumable(
     run_dir: Path,
-    launched: LaunchRecord,
+    launched: Launched,
     metadata: PlanMetadata,
     steps: int | None,
     *,
@@ -59,7 +59,7 @@ def check_resumable(
 
     Args:
         run_dir: the run directory.
-        launched: its latest launch record.
+        launched: its latest launch.
         metadata: metadata of the plan to continue with.
         steps: step to stop at; None: the end of the plan.
         accepts_unrecorded: whether to accept a checkpoint with steps missing in the metrics.

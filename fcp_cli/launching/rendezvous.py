@@ -39,7 +39,7 @@ from fcp_cli import __version__
 from fcp_cli.errors import RunError
 from fcp_cli.runs.run_dir import RunPaths
 from fcp_cli.runtime.launcher import DIFFERENCE_VARIABLE
-from fcp_cli.util.files import write_text_atomically
+from fcp_cli.util.files import write_json_atomically
 from fcp_cli.util.inputs import read_object
 
 BACKEND: Final = "fcp"
@@ -170,7 +170,7 @@ class NodeRendezvous(RendezvousHandler):
             path = RunPaths(run_dir=Path(run_dir)).versions
             with suppress(RunError):  # a run directory of another fcp
                 document = {**read_object(path, error=RunError), "nodes": versions}
-                write_text_atomically(path, json.dumps(document, indent=2) + "\n")
+                write_json_atomically(path, document)
         if differences and differences[0][0] in _EQUAL:
             if self._node_rank == 0:  # whose store the others still read
                 with suppress(RuntimeError):

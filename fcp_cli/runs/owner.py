@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import time
@@ -25,7 +24,7 @@ from fcp_cli.errors import FcpError, RunError
 from fcp_cli.runs.metrics_reader import summary_of
 from fcp_cli.runs.run_dir import RunPaths, from_here, note_links, read_state, require_own_links
 from fcp_cli.util import processes
-from fcp_cli.util.files import write_text_atomically
+from fcp_cli.util.files import json_text, write_text_atomically
 from fcp_cli.util.processes import ProcessIdentity, ProcessNumber
 from fcp_cli.util.validation import NonEmptyText, NonNegative
 
@@ -89,7 +88,7 @@ class Owner:
     def text(self) -> str:
         """Return the content of the owner file."""
         stored = {name: value for name, value in asdict(self).items() if name != "age_seconds"}
-        return json.dumps({"format": FORMAT, **stored}, indent=2) + "\n"
+        return json_text({"format": FORMAT, **stored})
 
 
 def read_owner(path: Path) -> Owner | None:

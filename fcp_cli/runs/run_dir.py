@@ -7,16 +7,16 @@ import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
-from fcp_cli.util.files import replaced_atomically, write_text_atomically
+from fcp_cli.util.files import replaced_atomically, write_json_atomically, write_text_atomically
 from fcp_cli.util.inputs import read_object, require_input
 from fcp_cli.util.machine import collect_facts, facts_document, has_driver_files
-from fcp_cli.util.validation import Count, NonNegativeCount, PathText, shown, validated
+from fcp_cli.util.validation import NonNegativeCount, PathText, shown, validated
 from fcp_cli.util.words import first_sentence
 
 RUNS = Path("runs")
@@ -124,66 +124,45 @@ def next_run_dir(name: str, *, runs: Path = RUNS) -> Path:
     return runs / f"{name}-{max(numbers, default=0) + 1:03d}"
 
 
-# The record of a run's latest launch, `launch.json`: printed by `--json`, read by --resume and --continue-from.
+# The job of a run's latest launch, `launch.json`: printed by `--json`, read by --resume and --continue-from.
 
-FORMAT = "fcp-launch/1"
+LAUNCH_FORMAT = "fcp-launch/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchRecord:
-    """All settings of a launched job.
+class Launched:
+    """What later commands need of a serialized job.
 
     Attributes:
-        plan, run_dir, manifest: absolute paths. The manifest is the bundled trainer's: None for random tokens, a tuple
-            for a mixture.
+        plan, manifest: absolute paths. The manifest is the bundled trainer's: None for random tokens, a tuple for a
+            mixture.
         training: non-default settings of the bundled trainer; None for a script.
         program: program as typed after `--`, or the bundled trainer's module.
-        environment: environment variables that fcp sets.
-        commands: command of each node of a local job: `node`, `argv`, and `shell` quoted with its environment.
-        files: files that start the job on a cluster, each with its `name`.
     """
 
-    format: str = FORMAT
     plan: PathText
     plan_hash: str
-    num_ranks: Count
-    run_dir: PathText
     model: PathText | None
     manifest: PathText | tuple[PathText, ...] | None
     training: dict[str, Any] | None
     program: list[str]
-    target: str = "local"
-    launcher: str = "torchrun"
-    num_nodes: Count = 1
-    processes_per_node: Count = 1
-    environment: dict[str, str] = field(default_factory=dict)
-    commands: list[dict[str, Any]] = field(default_factory=list)
-    files: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def manifests(self) -> tuple[Path, ...]:
         named = (self.manifest,) if isinstance(self.manifest, str) else self.manifest or ()
         return tuple(map(Path, named))
 
-    def text(self) -> str:
-        """Return the content of `launch.json`."""
-        return json.dumps(asdict(self), indent=2) + "\n"
 
-
-def write_launch(run_dir: Path, record: LaunchRecord) -> None:
-    """Write the launch record, for --resume."""
-    write_text_atomically(RunPaths(run_dir=run_dir).launch, record.text())
-
-
-def read_launch(run_dir: Path, *, remedy: str = "") -> LaunchRecord:
-    """Read the latest launch record; `remedy` ends messages about a damaged record."""
-    record = read_state(RunPaths(run_dir=run_dir).launch, LaunchRecord, format_name=FORMAT, remedy=remedy)
-    if record is None:
+def read_launch(run_dir: Path, *, remedy: str = "") -> Launched:
+    """Read the job of the latest launch; `remedy` ends messages about a damaged file."""
+    path = RunPaths(run_dir=run_dir).launch
+    launched = read_state(path, Launched, format_name=LAUNCH_FORMAT, remedy=remedy, is_part=True)
+    if launched is None:
         fault = (
             f"{run_dir} is not a run: it has no launch.json" if run_dir.exists() else f"there is no run at {run_dir}"
         )
         raise RunError(f"{fault}; name the folder of one, such as {RUNS}/qwen3-tiny-001")
-    return record
+    return launched
 
 
 def latest_run_dir(name: str | None, *, runs: Path = RUNS) -> Path:
@@ -204,7 +183,7 @@ def has_followed(run_dir: Path, plan_hash: str) -> bool:
         return False
 
 
-def followed_plan(run_dir: Path, launched: LaunchRecord) -> Path:
+def followed_plan(run_dir: Path, launched: Launched) -> Path:
     """Return the run's copy of its plan if it exists, since the original file may have changed."""
     copy = RunPaths(run_dir=run_dir).plan
     return copy if copy.is_file() else Path(launched.plan)
@@ -243,7 +222,7 @@ def note_links(run_dir: Path) -> None:
     """Record the links of a run directory, so that later starts follow them."""
     found = {name: str((run_dir / name).readlink()) for name in _LINKABLE if (run_dir / name).is_symlink()}
     if found and found != _recorded_links(run_dir):
-        write_text_atomically(run_dir / _LINKS, json.dumps(found, indent=2) + "\n")
+        write_json_atomically(run_dir / _LINKS, found)
 
 
 def _recorded_links(run_dir: Path) -> dict[str, Any]:
@@ -266,15 +245,13 @@ def write_record(run_dir: Path, plan: Path, metadata: PlanMetadata) -> None:
             shutil.copyfile(plan, temporary)
     if metadata.cost_profile:  # a job without a plan writes its own profile when training begins
         write_text_atomically(paths.profile, metadata.cost_profile)
-    write_text_atomically(
-        paths.versions, json.dumps(facts_document(collect_facts(asks_torch=has_driver_files())), indent=2) + "\n"
-    )
+    write_json_atomically(paths.versions, facts_document(collect_facts(asks_torch=has_driver_files())))
 
 
 T = TypeVar("T")
 
 
-def read_state(path: Path, kind: type[T], *, format_name: str, remedy: str = "") -> T | None:
+def read_state(path: Path, kind: type[T], *, format_name: str, remedy: str = "", is_part: bool = False) -> T | None:
     """Read a state file, or return None if it is missing.
 
     Args:
@@ -282,6 +259,7 @@ def read_state(path: Path, kind: type[T], *, format_name: str, remedy: str = "")
         kind: dataclass of its content without `format`.
         format_name: expected format.
         remedy: appended to messages: the command that fixes it.
+        is_part: whether the file holds more than `kind` declares.
     """
     ending = remedy and f"; {remedy}"
     if not os.path.lexists(path):
@@ -297,6 +275,9 @@ def read_state(path: Path, kind: type[T], *, format_name: str, remedy: str = "")
     found = document.pop("format", None)
     if found != format_name:
         raise RunError(f"{path} has format {shown(found)}; this fcp reads {format_name!r}")
+    if is_part:
+        declared = {field.name for field in fields(cast(Any, kind))}
+        document = {name: value for name, value in document.items() if name in declared}
     return validated(document, kind, where=f"{path} is damaged", error=RunError, remedy=remedy)
 
 

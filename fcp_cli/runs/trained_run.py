@@ -13,7 +13,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.checkpoints import check_plan_of, checkpoints, read_header
 from fcp_cli.runs.metrics_reader import summary_of
 from fcp_cli.runs.owner import refuse_running
-from fcp_cli.runs.run_dir import LaunchRecord, RunPaths, followed_plan, from_here, read_launch
+from fcp_cli.runs.run_dir import Launched, RunPaths, followed_plan, from_here, read_launch
 from fcp_cli.util.validation import shown
 
 
@@ -125,7 +125,7 @@ def _length_column(run_dir: Path, training: Mapping[str, Any]) -> str:
     return column
 
 
-def _manifest(given: Path | None, launched: LaunchRecord, plan: Path, metadata: PlanMetadata) -> Path:
+def _manifest(given: Path | None, launched: Launched, plan: Path, metadata: PlanMetadata) -> Path:
     if given is not None:
         return given
     if metadata.mixture is not None:

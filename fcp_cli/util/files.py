@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fcp_cli.errors import FcpError, UsageError
 from fcp_cli.util.words import nearest_words
@@ -151,6 +152,16 @@ def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> Non
     """Write a small text file atomically."""
     with replaced_atomically(path, durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_json_atomically(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a small JSON file atomically."""
+    write_text_atomically(path, json_text(document))
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """Return the content of a JSON file that people read, too."""
+    return json.dumps(document, indent=2) + "\n"
 
 
 def shipped(kind: str) -> Path:

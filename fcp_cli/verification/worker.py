@@ -6,7 +6,6 @@ All ranks run all checks in the same order. Rank 0 keeps a diary, which the pare
 from __future__ import annotations
 
 import faulthandler
-import json
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fcp_cli.runtime.transport import join_process_group, local_device
-from fcp_cli.util.files import write_text_atomically
+from fcp_cli.util.files import write_json_atomically
 from fcp_cli.util.findings import Finding
 from fcp_cli.verification import checks, step_ends
 from fcp_cli.verification.checks import Bench
@@ -60,7 +59,7 @@ def main(argv: list[str]) -> None:
 
 def _write_report(settings: Settings) -> None:
     report = SelftestReport(date=now(), findings=settings.diary.read().findings)
-    write_text_atomically(settings.report, json.dumps(report.document(), indent=2) + "\n")
+    write_json_atomically(settings.report, report.document())
     sys.stdout.write(report.block() + "\n")
 
 

@@ -19,13 +19,12 @@ from inline_snapshot import snapshot
 import fcp_cli
 from fcp_cli.errors import RunError
 from fcp_cli.runs.owner import read_owner
-from fcp_cli.runs.run_dir import write_launch
 from fcp_cli.util import machine, network
 from fcp_cli.util.machine import LocalDevices
 from tests.cli.planning_folder import Outcome, typed
 from tests.forked_ranks import shared_by_scripts
 from tests.forked_ranks.rank_forking import SHARED
-from tests.runs.records import launch_record
+from tests.runs.records import write_launch
 from tests.training.small_runs import run_fcp, write_manifest, write_small_plan
 
 Fcp = Callable[..., Outcome]
@@ -377,9 +376,9 @@ def test_the_first_run_of_a_plan_is_probed_and_a_later_one_in_its_directory_is_n
     first = ("1", "the first run of this plan in the run directory", True)
     assert probe() == first
     (folder / "mine").mkdir()
-    write_launch(folder / "mine", launch_record(plan_hash="that of another plan"))
+    write_launch(folder / "mine", plan_hash="that of another plan")
     assert probe() == first
-    write_launch(folder / "mine", launch_record(plan_hash=hash_of_plan()))
+    write_launch(folder / "mine", plan_hash=hash_of_plan())
     assert probe() == ("0", "the run directory has run this plan before", True)
     monkeypatch.setenv("FCP_PROBE", "1")
     assert probe() == ("1", "your environment", False)

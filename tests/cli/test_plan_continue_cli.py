@@ -17,9 +17,8 @@ from fcp_cli.models.cluster import shipped_profile_path
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.runs.checkpoints import CheckpointHeader
 from fcp_cli.runs.owner import own
-from fcp_cli.runs.run_dir import write_launch
 from tests.cli.planning_folder import typed
-from tests.runs.records import launch_record
+from tests.runs.records import write_launch
 from tests.training.small_runs import write_manifest, write_small_plan
 
 Fcp = Callable[..., tuple[int, str]]
@@ -32,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plan = write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=4, model="qwen3-tiny")
     manifest, plan_hash = str(tmp_path / "lengths.parquet"), PlanReader(plan).metadata.plan_hash
     (tmp_path / "run").mkdir()
-    write_launch(tmp_path / "run", launch_record(plan=str(plan), plan_hash=plan_hash, manifest=manifest))
+    write_launch(tmp_path / "run", plan=str(plan), plan_hash=plan_hash, manifest=manifest)
     save(tmp_path, 2)
     monkeypatch.chdir(tmp_path)
     return tmp_path

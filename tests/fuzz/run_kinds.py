@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.fuzz import mutations
 from tests.fuzz.kind import Change, Kind, of_files
 from tests.fuzz.planning_kinds import of_plan
 from tests.report.runs import write_run
-from tests.runs.records import launch_record
+from tests.runs.records import write_launch
 
 RUN = "runs/tiny-001"
 _CHECKPOINT = f"{RUN}/checkpoints/step-000001/checkpoint.json"
@@ -27,8 +26,7 @@ def write_runs(folder: Path) -> None:
     (run / "plan.parquet").write_bytes(plan.read_bytes())
     write_run(run / "metrics.jsonl", plan)
     plan_hash = PlanReader(plan).metadata.plan_hash
-    record = launch_record(plan="plan.parquet", plan_hash=plan_hash, run_dir=RUN)
-    (run / "launch.json").write_text(json.dumps(asdict(record)))
+    write_launch(run, plan="plan.parquet", plan_hash=plan_hash, run_dir=RUN)
     (run / "logs" / "20260101").mkdir(parents=True)
     (run / "logs" / "20260101" / "launcher.log").write_text("step 1\nstep 2\n")
     owner: dict[str, Any] = {

@@ -62,9 +62,9 @@ def test_a_job_that_failed_on_a_full_disk_ends_with_that_line(
     outcome = JobOutcome(status=1, stopped_by=None, failure=failure)
     monkeypatch.setattr(launch, "_run_watched", lambda *_, **__: (outcome, RunProgress(job.paths, None)))
     monkeypatch.setattr("fcp_cli.launching.refusals.check_run_dir", lambda *_: None)
-    monkeypatch.setattr("fcp_cli.launching.commands.launch_record", lambda *_: None)
+    monkeypatch.setattr("fcp_cli.launching.commands.document_of", lambda *_: {})
     monkeypatch.setattr("fcp_cli.runs.run_dir.write_record", lambda *_: None)
-    monkeypatch.setattr("fcp_cli.runs.run_dir.write_launch", lambda *_: None)
+    monkeypatch.setattr("fcp_cli.util.files.write_json_atomically", lambda *_: None)
     with pytest.raises(RunError, match=r"^the disk of .* is full; no checkpoint was saved"), own(tmp_path) as owned:
         launch.run_here(job, owned, json=False)
 

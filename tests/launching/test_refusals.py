@@ -21,7 +21,7 @@ from fcp_cli.training.settings import TrainSettings
 from fcp_cli.util import machine
 from tests.launching.jobs import local_job
 from tests.messages import raises
-from tests.runs.records import launch_record, write_steps
+from tests.runs.records import write_launch, write_steps
 from tests.training.small_runs import write_manifest, write_small_plan
 
 
@@ -87,8 +87,8 @@ def test_all_steps_of_a_plan_may_be_asked_for(plan: Path) -> None:
 def test_a_finished_run_has_nothing_to_resume_and_another_plan_is_refused(plan: Path, tmp_path: Path) -> None:
     metadata = read_proven(plan)
     with pytest.raises(RunError, match=f"was trained under the plan 0000, but this one is {metadata.plan_hash[:12]}"):
-        refusals.check_resumable(tmp_path, launch_record(plan_hash="0000"), metadata, None)
-    launched = launch_record(plan_hash=metadata.plan_hash)
+        refusals.check_resumable(tmp_path, write_launch(tmp_path, plan_hash="0000"), metadata, None)
+    launched = write_launch(tmp_path, plan_hash=metadata.plan_hash)
     for step in (1, 2):
         write_header(tmp_path, step, metadata.plan_hash)
     with raises(
@@ -130,7 +130,7 @@ def test_a_checkpoint_without_one_of_its_files_is_refused_before_anything_is_sta
             "RunError: FOLDER/checkpoints/step-00000002/state.safetensors is missing or unreadable: No such file or directory; remove FOLDER/checkpoints/step-00000002 to resume from step-00000001"
         )
     ):
-        refusals.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
+        refusals.check_resumable(tmp_path, write_launch(tmp_path, plan_hash=metadata.plan_hash), metadata, None)
 
 
 def write_header(run_dir: Path, step: int, plan_hash: str, *, files: Mapping[str, FileSums] | None = None) -> None:
@@ -165,7 +165,7 @@ def test_a_plan_that_continues_a_run_begins_no_new_one(plan: Path, tmp_path: Pat
             "RunError: the plan continues from step 7, but FOLDER has no checkpoint to continue from; start a new run with a plan of all steps"
         )
     ):
-        refusals.check_resumable(tmp_path, launch_record(plan_hash=metadata.plan_hash), metadata, None)
+        refusals.check_resumable(tmp_path, write_launch(tmp_path, plan_hash=metadata.plan_hash), metadata, None)
 
 
 def test_a_run_dir_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from inline_snapshot import snapshot
 
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.launching import node
-from fcp_cli.launching.commands import launch_record
+from fcp_cli.launching.commands import document_of
 from fcp_cli.launching.environment import job_variables
 from fcp_cli.launching.job import place
 from fcp_cli.launching.request import ClusterOptions
@@ -37,6 +37,7 @@ from fcp_cli.launching.targets import TARGETS, job_files, job_name, submit, temp
 from fcp_cli.models.cluster import shipped_profile
 from fcp_cli.runs import owner
 from fcp_cli.util.console import Assumptions
+from fcp_cli.util.files import json_text
 from fcp_cli.util.machine import UNKNOWN_MACHINE
 from tests.launching.cluster_jobs import FakeCluster, allocation, cluster_job
 from tests.launching.jobs import CPU, plan_metadata
@@ -442,7 +443,7 @@ def test_a_secret_is_named_in_the_files_of_a_job_and_not_written(name: str, monk
     assert "HF_TOKEN" in text
     assert "/hub" in text
     assert "hf_secret" not in text
-    record = launch_record(made, files).text()
+    record = json_text(document_of(made, files))
     assert "/hub" not in record
     assert "hf_secret" not in record
 

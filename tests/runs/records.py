@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from fcp_cli.runs import metrics_reader
-from fcp_cli.runs.run_dir import LaunchRecord
+from fcp_cli.runs.run_dir import LAUNCH_FORMAT, Launched, RunPaths, read_launch
+from fcp_cli.util.files import write_json_atomically
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -21,9 +22,10 @@ def write_steps(metrics: Path, steps: int) -> None:
     metrics.write_text("".join(json.dumps({**step, "step": index, "ranks": []}) + "\n" for index in range(steps)))
 
 
-def launch_record(**changed: Any) -> LaunchRecord:
-    """The record of a run of the bundled trainer on four ranks."""
+def write_launch(folder: Path, /, **changed: Any) -> Launched:
+    """The job of a run of the bundled trainer on four ranks, written and read."""
     values: dict[str, Any] = {
+        "format": LAUNCH_FORMAT,
         "plan": "/data/plan.parquet",
         "plan_hash": "0" * 64,
         "num_ranks": 4,
@@ -33,4 +35,5 @@ def launch_record(**changed: Any) -> LaunchRecord:
         "training": {},
         "program": ["-m", "fcp_cli.training.train"],
     }
-    return LaunchRecord(**{**values, **changed})
+    write_json_atomically(RunPaths(run_dir=folder).launch, {**values, **changed})
+    return read_launch(folder)

@@ -12,15 +12,15 @@ from fcp_cli.plan.metadata import read_online_settings
 from fcp_cli.runs.checkpoints import CheckpointHeader, checkpoints, read_header
 from fcp_cli.runs.metrics_reader import summary_of
 from fcp_cli.runs.owner import read_owner
-from fcp_cli.runs.run_dir import latest_run_dir, next_run_dir, read_launch, write_launch
+from fcp_cli.runs.run_dir import latest_run_dir, next_run_dir, read_launch
 from tests.messages import raises
-from tests.runs.records import launch_record
+from tests.runs.records import write_launch
 
 
 def make_run(runs: Path, name: str, *, at: int, training: dict[str, int] | None) -> Path:
     run_dir = runs / name
     run_dir.mkdir(parents=True)
-    write_launch(run_dir, launch_record(training=training))
+    write_launch(run_dir, training=training)
     os.utime(run_dir / "launch.json", (at, at))
     return run_dir
 
@@ -116,26 +116,20 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
-    record = launch_record(training={"steps": 3}, environment={"FCP_PLAN": "p"}, manifest="lengths.parquet")
-    write_launch(tmp_path, record)
-    assert read_launch(tmp_path) == record
+    launched = write_launch(tmp_path, training={"steps": 3}, environment={"FCP_PLAN": "p"}, manifest="lengths.parquet")
+    assert launched.training == {"steps": 3}
+    assert launched.manifests == (Path("lengths.parquet"),)
 
 
 def test_a_damaged_record_names_the_key(tmp_path: Path) -> None:
-    (tmp_path / "launch.json").write_text(launch_record().text().replace('"num_ranks": 4', '"num_ranks": "four"'))
-    with raises(
-        snapshot(
-            "RunError: FOLDER/launch.json is damaged: num_ranks is 'four'; it must be a whole number of at least 1"
-        )
-    ):
-        read_launch(tmp_path)
+    with raises(snapshot("RunError: FOLDER/launch.json is damaged: training is 4; it must be a mapping or absent")):
+        write_launch(tmp_path, training=4)
 
 
-@pytest.mark.parametrize("name", ["plan", "run_dir", "manifest", "model"])
+@pytest.mark.parametrize("name", ["plan", "manifest", "model"])
 def test_a_path_that_no_file_can_have_is_one_line(tmp_path: Path, name: str) -> None:
-    write_launch(tmp_path, launch_record(**{name: "a\0b"}))
     with pytest.raises(RunError, match=f"launch.json is damaged: {name} is .*without the character NUL"):
-        read_launch(tmp_path)
+        write_launch(tmp_path, **{name: "a\0b"})
 
 
 def test_the_settings_of_a_job_that_plans_online_are_no_pipe(tmp_path: Path) -> None:
