@@ -58,6 +58,9 @@ def sharing_ranks(attention: SplitAttention | None, shape: RankShape) -> int:
     return shape.num_ranks if attention == "ulysses" else shape.ranks_per_node
 
 
+_LEAST_BLOCK_LAYERS: Final = 4  # of a virtual stage: shorter blocks have little to hide their messages behind
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRanks(RankShape):
     """Ranks of a job, and the memory of their devices.
@@ -100,6 +103,14 @@ class JobRanks(RankShape):
         """Upper estimate of a rank's peers, for use before there is a plan."""
         expected = RING_PEERS if self.sharing == 1 else min(RING_PEERS + self.sharing, _SHARED_HEADS_PEERS)
         return min(expected if self.most_peers is None else self.most_peers, self.num_ranks - 1)
+
+    def interleaved(self, spec: ModelSpec) -> Iterator[JobRanks]:
+        """Yield the ranks with each number of virtual stages worth trying: equal blocks of several layers."""
+        layers, rest = divmod(spec.num_layers, self.pipeline_parallel)
+        if self.pipeline_parallel > 1 and not rest:  # Megatron's stages and blocks have equally many layers
+            for stages in range(2, layers // _LEAST_BLOCK_LAYERS + 1):
+                if layers % stages == 0:
+                    yield replace(self, virtual_stages=stages)
 
     def memory(self, spec: ModelSpec, recipe: Recipe, sync: Sync) -> RankMemory:
         """Return the memory of a rank."""
@@ -144,6 +155,7 @@ class JobRanks(RankShape):
             tokens=tokens,
             wanted_tokens=wanted_tokens,
             bytes_per_token=per_token,
+            virtual_stages=self.virtual_stages,
         )
 
     def _fit_as_needed(self, spec: ModelSpec, recipe: Recipe, sync: Sync, *, wanted_tokens: int) -> FittedRecipe:
@@ -212,6 +224,7 @@ class FittedRecipe:
         wanted_tokens: requested token budget.
         bytes_per_token: bytes per token at the budget, by the memory model or as measured.
         level_tokens: token budget with all layers at each level, if they recompute as needed.
+        virtual_stages: see `JobRanks`.
     """
 
     recipe: Recipe
@@ -221,6 +234,7 @@ class FittedRecipe:
     wanted_tokens: int
     bytes_per_token: float
     level_tokens: Mapping[LayerRecompute, int] = field(default_factory=dict)
+    virtual_stages: int = 1
 
     @property
     def is_enough(self) -> bool:
@@ -233,9 +247,9 @@ class FittedRecipe:
         return replace(self, memory=memory, tokens=memory.tokens(place.capacity_bytes), bytes_per_token=per_token)
 
     @property
-    def key(self) -> tuple[Recipe, Sync]:
+    def key(self) -> tuple[Recipe, Sync, int]:
         """Key that identifies the fit among those of the same ranks."""
-        return self.recipe, self.sync
+        return self.recipe, self.sync, self.virtual_stages
 
     @property
     def roominess(self) -> tuple[int, float]:

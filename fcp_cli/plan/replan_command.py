@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fcp_cli.cost.profile import CostProfile
 
 _DEFAULTS: Final = {
-    **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "virtual_stages", "epochs"), 1),
+    **dict.fromkeys(("tensor_parallel", "pipeline_parallel", "epochs"), 1),
     "seed": 0,
     "overlong": "error",
     "last_batch": "keep",
@@ -125,7 +125,7 @@ def _plain(
         "ranks_per_node": min(metadata.ranks_per_node, ranks),
         "tensor_parallel": metadata.tensor_parallel,
         "pipeline_parallel": metadata.pipeline_parallel,
-        "virtual_stages": metadata.virtual_stages,
+        "virtual_stages": metadata.virtual_stages if metadata.pipeline_parallel > 1 else None,
         "tokens_per_rank": metadata.tokens_per_rank if is_same_model and not is_derived else None,
         "rank_speeds": ",".join(f"{rank}={speed:g}" for rank, speed in speeds.items()) or None,
         "sync": metadata.sync if is_same_model else None,

@@ -102,14 +102,15 @@ class PlanRequest:
         int | None, Opt("Stages of a pipeline.", metavar="P", min=1, max=MOST_RANKS, unset="the profile's", common=True)
     ] = None
     virtual_stages: Annotated[
-        int,
+        int | None,
         Opt(
             "Blocks of layers on each stage, run interleaved (Megatron's virtual pipeline).",
             metavar="V",
             min=1,
             max=MOST_VIRTUAL_STAGES,
+            unset="the quickest",
         ),
-    ] = 1
+    ] = None
     padded_rings: Annotated[
         bool,
         Opt("Count the padding of rings of equal chunks (Transformer Engine, MindSpeed).", group="Rings"),

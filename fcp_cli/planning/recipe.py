@@ -222,6 +222,9 @@ def _said(request: PlanRequest, place: JobRanks, fit: FittedRecipe, assumptions:
         assumptions.assume("recipe", fit.recipe.describe(), reason)
     if request.sync is None:
         assumptions.assume("--sync", fit.sync, "chosen with the recipe")
+    if request.virtual_stages is None and fit.virtual_stages > 1:
+        reason = "chosen with the recipe; Megatron's --num-virtual-stages-per-pipeline-rank"
+        assumptions.assume("--virtual-stages", fit.virtual_stages, reason)
     tokens = request.tokens_per_rank
     if tokens is None:
         assumptions.assume("--tokens-per-rank", tokens := fit.tokens, room_text(place, fit))
@@ -426,7 +429,10 @@ class RecipeChoice:
     def reason(self) -> str:
         """Return the reason of an assumption: comparison with the runner-up."""
         (other, seconds), *_rest = self.others
-        second = f"{other.fit.recipe.describe()}, sync {other.fit.sync}, takes {seconds / self.seconds - 1:+.1%}"
+        stages = f", {other.fit.virtual_stages} virtual stages" * (self.fit.virtual_stages != other.fit.virtual_stages)
+        second = (
+            f"{other.fit.recipe.describe()}, sync {other.fit.sync}{stages}, takes {seconds / self.seconds - 1:+.1%}"
+        )
         return f"the quickest of {self.tried} that fit; the second, {second}"
 
 

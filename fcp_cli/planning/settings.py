@@ -7,7 +7,7 @@ computed for the given model and cluster, or for the accelerators of this machin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,7 @@ from fcp_cli.manifest.table import LengthTable, manifest_source
 from fcp_cli.memory.fitting import FittedRecipe, JobRanks, all_fits
 from fcp_cli.memory.items import RESERVE_FRACTION
 from fcp_cli.models.cluster import DEFAULT_MODEL, EXAMPLE_CLUSTER, ClusterSpec, cluster_of, load_cluster
-from fcp_cli.models.model import ModelSpec, load_model
+from fcp_cli.models.model import ModelSpec, known_model, load_model
 from fcp_cli.plan.metadata import Batching, Continuation, Mixture
 from fcp_cli.plan.setup import RankShape, padding_multiple
 from fcp_cli.planning.batches import (
@@ -48,6 +48,7 @@ from fcp_cli.planning.recipe import (
     profiled_budget,
     quickest_recipe,
     require_room,
+    sampled_seconds,
     say_what_is_recomputed,
     say_what_offloading_costs,
 )
@@ -225,6 +226,7 @@ def resolve_problem(
     else:
         ranks = _ranks_under(profile, request, assumptions)
         ranks = ranks.that_share(request.attention, prices_heads=profile.heads is not None)
+        ranks = _with_quickest_stages(profile, request, ranks, data)
         budget = profiled_budget(request, profile, ranks, assumptions)
         if budget.level_tokens:
             profile = with_level_tokens(profile, budget.level_tokens)
@@ -340,6 +342,7 @@ def computed_basis(
     if choice is None:
         budget = computed_budget(spec, request, ranks, assumptions, fit)
     else:
+        ranks = replace(ranks, virtual_stages=choice.fit.virtual_stages)
         fit = choice.fit.in_forward(ranks) if request.phase == "forward" else choice.fit
         budget = computed_budget(spec, request, ranks, assumptions, fit, choice.reason())
         budget = replace(budget, tried=choice.tried, for_rivals=choice.for_rivals)
@@ -378,20 +381,51 @@ def _recipes_to_try(
     # plan for.
     least = None if request.phase == "forward" else request.tokens_per_rank
     alike = replace(request, phase="training", tokens_per_rank=least, rank_speeds=None)
-    fits = all_fits(spec, request.recipe, ranks, sync=request.sync)
+    fits = [
+        (place, fit)
+        for place in (ranks, *_interleaved(request, spec, ranks))
+        for fit in all_fits(spec, request.recipe, place, sync=request.sync)
+    ]
     if cluster.links_per_node is None:  # gathers are not priced here, so keep the usual sharding
         gathering = attrgetter("sync", "recipe.zero_stage", "recipe.shard_ranks", "recipe.reduce")
-        fits = [fit for fit in fits if gathering(fit) == gathering(usual)]
+        fits = [(place, fit) for place, fit in fits if gathering(fit) == gathering(usual)]
     candidates = []
-    for fit in fits:
+    for place, fit in fits:
         if fit.tokens < (least or 1) or (fit.level_tokens and not as_needed):
             continue
         with suppress(FcpError):  # skip recipes that do not fit the padding or the stages
             budget = Budget(tokens_per_rank=least or fit.tokens, sync=fit.sync, recipe=fit.recipe)
-            profile = _computed_profile(spec, cluster, ranks, fit)
-            problem = problem_from(alike, profile, ranks, budget, Assumptions())
+            profile = _computed_profile(spec, cluster, place, fit)
+            problem = problem_from(alike, profile, place, budget, Assumptions())
             candidates.append(RecipeCandidate(fit=fit, problem=problem))
     return candidates
+
+
+def _interleaved(request: PlanRequest, spec: ModelSpec, ranks: JobRanks) -> Iterable[JobRanks]:
+    """Return the ranks with each number of virtual stages to try, unless the request has one or needs others.
+
+    Experts and Megatron-FSDP are not run with virtual stages (`integrations.megatron.checks`).
+    """
+    recipe = request.recipe
+    is_possible = request.sync != "iteration" and recipe.recompute != "as-needed" and recipe.zero != "3"
+    is_open = request.virtual_stages is None and is_possible and spec.experts is None
+    return ranks.interleaved(spec) if is_open else ()
+
+
+def _with_quickest_stages(
+    profile: CostProfile, request: PlanRequest, ranks: JobRanks, data: RecipeData | None
+) -> JobRanks:
+    """Return the ranks with the number of virtual stages whose sampled steps are quickest under a given profile."""
+    spec = known_model(profile.model)
+    places = [] if spec is None or data is None else [ranks, *_interleaved(request, spec, ranks)]
+    found = {}
+    for place in places if len(places) > 1 else ():
+        with suppress(FcpError):  # skip stages without room
+            budget = profiled_budget(request, profile, place, Assumptions())
+            problem = problem_from(replace(request, rank_speeds=None), profile, place, budget, Assumptions())
+            if data is not None and data.fits_into(problem):
+                found[place] = sampled_seconds(problem, data.sample(problem), is_draft=True)
+    return min(found, key=lambda place: found[place], default=ranks)
 
 
 def _cluster_to_plan_for(request: PlanRequest, assumptions: Assumptions) -> ClusterSpec:
@@ -437,7 +471,7 @@ def _ranks_under(profile: CostProfile, request: PlanRequest, assumptions: Assump
 
 def _require_pipelines(request: PlanRequest, pipeline_parallel: int) -> None:
     """Raise UsageError for virtual stages without a pipeline, or if ranks may run unequal numbers of micro-batches."""
-    if request.virtual_stages == 1:
+    if request.virtual_stages in (None, 1):
         return
     if pipeline_parallel == 1:
         raise UsageError(
@@ -522,7 +556,7 @@ def _ranks_on(
         ranks_per_node=ranks_per_node,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
-        virtual_stages=request.virtual_stages,
+        virtual_stages=request.virtual_stages or 1,
         most_peers=request.max_peers,
     )
 

@@ -109,7 +109,7 @@ def test_no_recipe_that_fits_is_quicker_on_the_sampled_steps(
     assert found.seconds == seconds[0] <= found.others[0][1]
     assert found.seconds <= usual_seconds(found, usual_candidates)
     assert len(found.others) + 1 < found.tried == len(held)  # bounds ruled the others out
-    assert (inputs.problem.recipe, inputs.problem.sync) == found.fit.key
+    assert (inputs.problem.recipe, inputs.problem.sync, 1) == found.fit.key
     monkeypatch.setattr(recipe, "_MOST_DRAFTED", 5)
     fewer = chosen(inputs, usual_candidates)
     usual_takes = usual_seconds(found, usual_candidates)
@@ -271,3 +271,52 @@ def test_a_sample_takes_counted_work(tmp_path: Path) -> None:
     assert [len(step) for step in inputs.data.sample(inputs.problem)] == [1000, 1000]
     wide = replace(inputs.problem, num_ranks=512)
     assert len(inputs.data.sample(wide)) == 1
+
+
+PIPELINES: dict[str, Any] = {
+    "model": "qwen3-8b",
+    "cluster": "h100-8x8",
+    "ranks": 8,
+    "pipeline_parallel": 2,
+    "global_batch_size": 64,
+    "lengths": [8192] * 64,
+}
+
+
+def stages_of(inputs: PlanInputs) -> int:
+    assert inputs.problem.pipeline is not None
+    return inputs.problem.pipeline.virtual_stages
+
+
+def test_virtual_stages_are_chosen_with_the_recipe(tmp_path: Path) -> None:
+    assumptions = Assumptions()
+    chosen = inputs_of(tmp_path, assumptions=assumptions, **PIPELINES)
+    plain = inputs_of(tmp_path, virtual_stages=1, **PIPELINES)
+    assert stages_of(chosen) > 1 and chosen.problem.sync == "microbatch"
+    assert "--num-virtual-stages-per-pipeline-rank" in assumptions.assumed["--virtual-stages"]
+    assert chosen.data is not None
+    sample = chosen.data.sample(chosen.problem)
+    assert sampled_seconds(chosen.problem, sample) < 0.98 * sampled_seconds(plain.problem, sample)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sync": "iteration"},
+        {"virtual_stages": 1},
+        {"recipe": RecipeRequest(zero="3")},
+        {"model": "qwen3-30b-a3b", "pipeline_parallel": 4, "ranks": 16},
+    ],
+    ids=["sync", "given", "Megatron-FSDP", "experts"],
+)
+def test_virtual_stages_are_not_chosen_where_the_job_could_not_run_them(tmp_path: Path, asked: dict[str, Any]) -> None:
+    assert stages_of(inputs_of(tmp_path, **{**PIPELINES, **asked})) == 1
+
+
+def test_virtual_stages_are_chosen_under_a_given_profile(tmp_path: Path) -> None:
+    chosen = inputs_of(tmp_path, **PIPELINES)
+    path = tmp_path / "measured.yaml"
+    path.write_text(chosen.problem.profile.text)
+    given = {**PIPELINES, "model": None, "cluster": None, "profile": path}
+    assert stages_of(inputs_of(tmp_path, **given)) > 1
+    assert stages_of(inputs_of(tmp_path, sync="iteration", **given)) == 1
