@@ -58,7 +58,7 @@ def sharing_ranks(attention: SplitAttention | None, shape: RankShape) -> int:
     return shape.num_ranks if attention == "ulysses" else shape.ranks_per_node
 
 
-_LEAST_BLOCK_LAYERS: Final = 4  # of a virtual stage: shorter blocks have little to hide their messages behind
+_LEAST_BLOCK_LAYERS: Final = 2  # of a virtual stage: shorter blocks have little to hide their messages behind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
