@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,8 +57,6 @@ def verify(
 
 
 def _document(verification: Verification) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from fcp_cli.verification.verify import TOLERANCE
 
     document = asdict(verification)

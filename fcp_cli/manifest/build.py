@@ -435,9 +435,7 @@ class MergedParts(Source):
 
 def _part_header(path: Path) -> PartHeader:
     if not path.exists():
-        raise ManifestError(
-            f"there is no part {path}; `fcp manifest build SOURCE --shard I/N -o {as_word(path)}` makes one"
-        )
+        raise ManifestError(f"there is no {path}; make it: fcp manifest build SOURCE --shard I/N -o {as_word(path)}")
     with readable(path):
         document = read_header(open_footer(path))
     if document.get("format") != PART_FORMAT:

@@ -264,10 +264,8 @@ def enough_ranks(problem: Problem, sequences: Sequence[LengthTable]) -> int | No
     is_plain = problem.pipeline is None and problem.encoder_balance is None and problem.rank_speeds is None
     if not sequences or not is_plain or problem.pipeline_parallel > 1 or not is_compiled(problem.sync):
         return None
-    most, longest = (
-        _AS_LONG * sampled_seconds(problem, sequences),
-        max(int(each.length_tokens.max()) for each in sequences),
-    )
+    most = _AS_LONG * sampled_seconds(problem, sequences)
+    longest = max(int(each.length_tokens.max()) for each in sequences)
     found, ranks = None, problem.num_ranks
     while ranks % 2 == 0:
         ranks //= 2

@@ -311,9 +311,7 @@ def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
         return plan
     stated = plan.metadata.plan_hash
     if plan.reader.content_hash() != stated:
-        plan.problems.append(
-            f"{path} was edited: its hash is not {stated[:12]} any more; see: fcp check {as_word(path)}"
-        )
+        plan.problems.append(f"{path} was edited: its hash was {stated[:12]}; see: fcp check {as_word(path)}")
     return plan
 
 

@@ -118,7 +118,7 @@ def test_a_strategy_that_makes_no_plan_is_named_with_the_command_that_prices_it(
     result = fcp("plan", "dataset.parquet", *SETTINGS, "--solver", "padded", cwd=folder)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == (
-        "error: --solver padded is a baseline without a plan; 'fcp compare MANIFEST --solvers fcp,padded' prices it"
+        "error: --solver padded makes no plan; 'fcp compare MANIFEST --solvers fcp,padded' prices it"
     )
     assert not (folder / "plan.parquet").exists()
 
