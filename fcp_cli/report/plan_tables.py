@@ -119,7 +119,7 @@ def peers_text(peers: PeerCount, *, on_hosts: bool) -> str:
     first = peers.means()[0] if peers.new_pairs else 0.0
     grown = f" ({first:.1f} after one step)" if len(peers.new_pairs) > 1 else ""
     takes = "" if on_hosts else f", about {peers.most_bytes / 1e9:.1f} GB of its device"
-    return f"{peers.mean:.1f} per rank{grown}, at most {peers.most}{takes}"
+    return f"{peers.mean:.1f} per rank{grown}, at most {peers.most}{takes}" if peers.most else "none"
 
 
 def devices_text(metadata: PlanMetadata) -> str:
