@@ -272,11 +272,10 @@ def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
 
 def _gain_and_time(result: PlanResult, seconds: Mapping[int, float]) -> dict[str, Any]:
     """Return the speed-up over the static baseline and the planning time, which the plan file does not store."""
-    from fcp_cli.planning.verdict import static_rival
+    from fcp_cli.planning.verdict import static_speedup
 
-    static = static_rival(result.metadata, seconds)
     return {
-        "speedup_over_static": None if static is None else static.factor,
+        "speedup_over_static": static_speedup(result.metadata, seconds),
         "planning_seconds": result.planning_seconds,
         "loading_seconds": result.loading_seconds,
         "planning_milliseconds_per_step": 1e3 * result.planning_seconds / result.summary.steps,

@@ -143,15 +143,15 @@ def _draw_run(
 def _speedup(file: PlanFile, sample: list[StepPlan], table: LengthTable | None) -> Speedup:
     """Return the predicted gain over the best static plan."""
     from fcp_cli.planning.problem import problem_of
-    from fcp_cli.planning.verdict import static_rival, typical_pair
+    from fcp_cli.planning.verdict import static_speedup, typical_pair
     from fcp_cli.report.charts import Speedup
     from fcp_cli.report.plan_tables import speedup_text
 
-    static = static_rival(file.metadata, {step.step: step.makespan_seconds for step in sample})
-    if static is None:
+    factor = static_speedup(file.metadata, {step.step: step.makespan_seconds for step in sample})
+    if factor is None:
         return Speedup(factor=None, remark=speedup_text(file.metadata, None))
     pair = typical_pair(sample, problem_of(file.metadata, name=str(file.path)), manifest=table)
     if pair is None:
-        return Speedup(factor=static.factor, remark="the steps' times depend on more than lengths: give --manifest")
+        return Speedup(factor=factor, remark="the steps' times depend on more than lengths: give --manifest")
     ours, drawn = pair
-    return Speedup(factor=static.factor, remark=speedup_text(file.metadata, static.factor), ours=ours, static=drawn)
+    return Speedup(factor=factor, remark=speedup_text(file.metadata, factor), ours=ours, static=drawn)

@@ -338,10 +338,10 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
 # The static plan of a typical step, for the page of `fcp report`.
 
 
-def static_rival(metadata: PlanMetadata, seconds: Mapping[int, float]) -> Rival | None:
-    """Return the static plan among the baselines of a plan, relative to its step times; None if it was not priced."""
+def static_speedup(metadata: PlanMetadata, seconds: Mapping[int, float]) -> float | None:
+    """Return the speed-up of a plan with these step times over its static baseline; None if that was not priced."""
     found = () if metadata.baselines is None else rivals_of(metadata.baselines, seconds)
-    return next((one for one in found if one.name == "static"), None)
+    return next((one.factor for one in found if one.name == "static"), None)
 
 
 def typical_pair(
