@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from fcp_cli.cli.command import takes
-from fcp_cli.cli.plan import note_compilation
 from fcp_cli.cost.recipe import RecipeRequest
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.options import PlanRequest
@@ -129,10 +128,11 @@ def _run(
 ) -> list[Contender]:
     """Return the result of each strategy."""
     from fcp_cli.planning.compare import compare_recipes
+    from fcp_cli.planning.fcp_solver import compile_missing
 
-    note_compilation(names, syncs)
     with progress() as bar:
         task = bar.add_task("planning", total=len(names) * len(syncs))
+        compile_missing(replace(inputs.problem, sync=sync) for sync in syncs if "fcp" in names)
         found = compare_recipes(
             inputs,
             steps,

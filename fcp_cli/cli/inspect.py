@@ -88,7 +88,7 @@ def _inspect_step(file: PlanFile, wanted: int, json: bool) -> None:
 
 def _inspect_plan(file: PlanFile, json: bool) -> None:
     from fcp_cli.plan.summary import PlanSummary
-    from fcp_cli.planning.verdict import static_rival
+    from fcp_cli.planning.verdict import static_speedup
     from fcp_cli.report.plan_tables import print_plan, speedup_text
 
     metadata, seconds = file.metadata, dict[int, float]()
@@ -98,14 +98,12 @@ def _inspect_plan(file: PlanFile, json: bool) -> None:
         seconds[step.step] = step.makespan_seconds
     if not seconds:
         raise file.nothing_to_show()
-    static = static_rival(metadata, seconds)
-    speedup = None if static is None else static.factor
+    speedup = static_speedup(metadata, seconds)
     if json:
         document: dict[str, Any] = {"plan": str(file.path), "plan_hash": metadata.plan_hash, **summary.to_json()}
         document |= {"solver": metadata.solver, "sync": metadata.sync, "num_ranks": metadata.num_ranks}
-        document |= {"recipe": metadata.recipe and asdict(metadata.recipe)}
+        document |= {"recipe": metadata.recipe and asdict(metadata.recipe), "warnings": file.problems}
         document |= {"distinct_groups": metadata.distinct_groups, "speedup_over_static": speedup}
-        document["warnings"] = file.problems
         print_json(document)
         return
     print_plan(results(), metadata, summary, extra={"speed-up": speedup_text(metadata, speedup)})

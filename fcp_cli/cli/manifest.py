@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fcp_cli.cli.command import App, takes
 from fcp_cli.errors import UsageError
 from fcp_cli.util.console import note, print_json, progress, results
-from fcp_cli.util.files import refuse_to_overwrite
+from fcp_cli.util.files import as_word, refuse_to_overwrite
 from fcp_cli.util.options import MOST_WORKERS, Arg, Opt, Typed
 from fcp_cli.util.words import counted
 
@@ -210,7 +210,7 @@ def _report_built(built: BuiltManifest, json: bool) -> None:
     for reason, count in built.skipped.items():
         note(f"skipped {counted(count, f'{reason} sequence')}")
     _report(built.path, built.table, built.source, json=json, extra={"skipped": built.skipped})
-    note(f"wrote {built.path}; next: fcp plan {built.path}")
+    note(f"wrote {built.path}; next: fcp plan {as_word(built.path)}")
 
 
 @manifest_app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,12 +12,12 @@ from fcp_cli.cli.command import takes
 from fcp_cli.errors import UsageError
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.util.console import Assumptions, note, print_json, print_result, progress, results
-from fcp_cli.util.files import refuse_to_overwrite
+from fcp_cli.util.files import as_word, refuse_to_overwrite
 from fcp_cli.util.options import MOST_RANKS, MOST_WORKERS, Opt, Typed, options_of
 from fcp_cli.util.words import counted, duration
 
 if TYPE_CHECKING:
-    from fcp_cli.plan.metadata import Baselines, PlanMetadata, Sync
+    from fcp_cli.plan.metadata import Baselines, PlanMetadata
     from fcp_cli.plan.step import StepPlan
     from fcp_cli.planning.make_plan import PlanResult
     from fcp_cli.planning.settings import PlanInputs
@@ -143,7 +142,8 @@ def _finish(output: Path, options: PlanOptions) -> None:
     metadata = journal.finish()
     if options.json:
         print_json({"plan": str(output), "plan_hash": metadata.plan_hash, "steps": metadata.steps})
-    note(f"wrote {output} of {counted(metadata.steps, 'step')}, and {manifest_of(output)}; next: fcp check {output}")
+    made = f"{output} of {counted(metadata.steps, 'step')}, and {manifest_of(output)}"
+    note(f"wrote {made}; next: fcp check {as_word(output)}")
 
 
 # Options that may change within a run; batches and training settings may not.
@@ -173,29 +173,21 @@ def _continue(options: PlanOptions, run_dir: Path) -> None:
     inputs = resolve_continuation(options, run, Assumptions())
     refuse_to_overwrite(output, *inputs.files)
     inputs.assumptions.report()
-    launch = f"fcp launch --run-dir {shlex.quote(str(run_dir))} --resume --plan {shlex.quote(str(output))}"
+    launch = f"fcp launch --run-dir {as_word(run_dir)} --resume --plan {as_word(output)}"
     if not run.model:
         launch = f"resume your loop under it at its first step, {run.first_step}"
     _plan_to_file(inputs, options, output, next_command=launch)
 
 
-def note_compilation(solvers: Iterable[str], syncs: Iterable[Sync]) -> None:
-    """Print a note if the planner must first be compiled on this machine."""
-    if "fcp" not in solvers:
-        return
-    from fcp_cli.planning.fcp_solver import tell_compiling
-
-    tell_compiling(syncs)
-
-
 def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, next_command: str | None = None) -> None:
     from fcp_cli.launching.job import planned_nodes
+    from fcp_cli.planning.fcp_solver import compile_missing
     from fcp_cli.planning.verdict import compared_syncs, priced_baselines, verdict_on
     from fcp_cli.report.verdict import verdict_lines
 
-    note_compilation([options.solver], [inputs.problem.sync])
     with progress() as bar:
         bar.add_task("pricing what could be used instead", total=None)
+        compile_missing([inputs.problem] if options.solver == "fcp" else [])
         baselines = priced_baselines(inputs, options.solver, compared_syncs(inputs, options.sync))
     result, seconds = _make_with_progress(inputs, options, output, baselines)
     verdict = None if baselines is None else verdict_on(options.solver, seconds, baselines, inputs)
@@ -210,7 +202,7 @@ def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, nex
             print_result(line)
     arguments = [f"{flag} {size}" for flag, size in _arguments_of_megatron(result.metadata)]
     nodes = planned_nodes(result.metadata)
-    followed = f"--plan {output}" if nodes == 1 else f"--plan {output} --nodes {nodes} --dry-run"
+    followed = f"--plan {as_word(output)}{f' --nodes {nodes} --dry-run' if nodes > 1 else ''}"
     # The bundled trainer uses one device per rank.
     trains = " ".join((followed, "-- SCRIPT", *arguments, "ARGS"))
     # Suggest the bundled trainer only if the model was not merely assumed.
@@ -218,7 +210,7 @@ def _plan_to_file(inputs: PlanInputs, options: PlanOptions, output: Path, *, nex
     is_named = model is not None or "--model" not in inputs.assumptions.assumed
     if result.metadata.devices_per_rank == 1 and result.metadata.phase is None and is_named:
         # A path in place of its name, which alone would not locate it.
-        found = inputs.problem.profile.model if model is None or not Path(model).exists() else shlex.quote(model)
+        found = inputs.problem.profile.model if model is None or not Path(model).exists() else as_word(model)
         trains = f"--model {found} {followed}"
     where = "" if nodes == 1 else f" for {nodes} nodes (--target slurm submits the job)"
     note(f"wrote {output}{where}; next: {next_command or f'fcp launch {trains}'}")
@@ -280,11 +272,10 @@ def _price_of_limit(result: PlanResult, inputs: PlanInputs) -> dict[str, Any]:
 
 def _gain_and_time(result: PlanResult, seconds: Mapping[int, float]) -> dict[str, Any]:
     """Return the speed-up over the static baseline and the planning time, which the plan file does not store."""
-    from fcp_cli.planning.verdict import static_rival
+    from fcp_cli.planning.verdict import static_speedup
 
-    static = static_rival(result.metadata, seconds)
     return {
-        "speedup_over_static": None if static is None else static.factor,
+        "speedup_over_static": static_speedup(result.metadata, seconds),
         "planning_seconds": result.planning_seconds,
         "loading_seconds": result.loading_seconds,
         "planning_milliseconds_per_step": 1e3 * result.planning_seconds / result.summary.steps,

@@ -13,7 +13,7 @@ from fcp_cli.cli.command import App, takes
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.profiling.options import ProfileRequest
 from fcp_cli.util.console import Assumptions, human, note, print_json, print_result, progress, results
-from fcp_cli.util.files import refuse_to_overwrite, write_text_atomically
+from fcp_cli.util.files import as_word, refuse_to_overwrite, write_text_atomically
 from fcp_cli.util.options import Arg, Opt
 from fcp_cli.util.words import counted, one_line
 
@@ -194,7 +194,9 @@ def _run_with_bar(measurement: Measurement) -> tuple[SamplesFile, str | None]:
         task = bar.add_task(f"measuring {Path(measurement.model).name}", total=seconds)
 
         def show_progress(elapsed: float, observations: int) -> None:
-            bar.update(task, completed=min(int(elapsed), seconds), description=f"{observations} observations")
+            bar.update(
+                task, completed=min(int(elapsed), seconds), description=f"measuring ({observations} observations)"
+            )
 
         return run_measurement(measurement, environment=job_environment(measurement), on_progress=show_progress)
 
@@ -226,7 +228,7 @@ def _print_cluster_command(measurement: Measurement, output: Path) -> None:
     prepare_samples(measurement)
     measurement.write(request)
     note(f"wrote {request} and {samples}; run this on each of {measurement.nodes} nodes, NODE_RANK 0 being")
-    note(f"MASTER_ADDR, with this folder on shared storage; then: fcp profile --from-samples {samples}")
+    note(f"MASTER_ADDR, with this folder on shared storage; then: fcp profile --from-samples {as_word(samples)}")
     command = cluster_command(measurement, request, master="MASTER_ADDR", environment=job_environment(measurement))
     sys.stdout.write(command + "\n")
 
@@ -266,11 +268,11 @@ def _write(found: CostProfile, output: Path) -> None:
         sys.stdout.write(text)
         return
     write_text_atomically(output, text)
-    how = "" if output == _OUTPUT else f" --profile {output}"
+    how = "" if output == _OUTPUT else f" --profile {as_word(output)}"
     if found.origin == "analytic" and known_model(found.model) is not None:  # its recipe was chosen without lengths
-        how = f" --model {found.model} --cluster {found.cluster}"
-    plan = f"fcp plan {manifest_here() or 'MANIFEST'}{how}"
-    note(f"wrote {output} ({found.origin}), which 'fcp profile show {output}' explains; next: {plan}")
+        how = f" --model {as_word(found.model)} --cluster {as_word(found.cluster)}"
+    plan = f"fcp plan {as_word(manifest_here() or 'MANIFEST')}{how}"
+    note(f"wrote {output} ({found.origin}), which 'fcp profile show {as_word(output)}' explains; next: {plan}")
 
 
 def _explained(loaded: CostProfile, lengths: list[int], degrees: list[int]) -> dict[str, Any]:

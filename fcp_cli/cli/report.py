@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from fcp_cli.cli.command import takes
 from fcp_cli.errors import FcpError, RunError, UsageError
 from fcp_cli.util.console import note, print_json, progress
+from fcp_cli.util.files import as_word, refuse_to_overwrite, write_text_atomically
 from fcp_cli.util.options import Arg, Opt
 from fcp_cli.util.words import counted
 
@@ -44,7 +45,6 @@ def report(
     """
     from fcp_cli.report.page import PageContent, javascript_bundle
     from fcp_cli.report.plan_tables import open_plan
-    from fcp_cli.util.files import refuse_to_overwrite, write_text_atomically
 
     if plan.is_dir():
         if metrics is not None:
@@ -90,7 +90,7 @@ def _of_a_run(folder: Path, manifest: tuple[Path, ...]) -> tuple[Path, tuple[Pat
         if not manifest and all(path.is_file() for path in launched.manifests):
             manifest = launched.manifests
     if not plan.is_file():
-        raise RunError(f"{folder} has no plan.parquet; name the plan: fcp report PLAN --metrics {folder}")
+        raise RunError(f"{folder} has no plan.parquet; name the plan: fcp report PLAN --metrics {as_word(folder)}")
     return plan, manifest
 
 
@@ -143,15 +143,15 @@ def _draw_run(
 def _speedup(file: PlanFile, sample: list[StepPlan], table: LengthTable | None) -> Speedup:
     """Return the predicted gain over the best static plan."""
     from fcp_cli.planning.problem import problem_of
-    from fcp_cli.planning.verdict import static_rival, typical_pair
+    from fcp_cli.planning.verdict import static_speedup, typical_pair
     from fcp_cli.report.charts import Speedup
     from fcp_cli.report.plan_tables import speedup_text
 
-    static = static_rival(file.metadata, {step.step: step.makespan_seconds for step in sample})
-    if static is None:
+    factor = static_speedup(file.metadata, {step.step: step.makespan_seconds for step in sample})
+    if factor is None:
         return Speedup(factor=None, remark=speedup_text(file.metadata, None))
     pair = typical_pair(sample, problem_of(file.metadata, name=str(file.path)), manifest=table)
     if pair is None:
-        return Speedup(factor=static.factor, remark="the steps' times depend on more than lengths: give --manifest")
+        return Speedup(factor=factor, remark="the steps' times depend on more than lengths: give --manifest")
     ours, drawn = pair
-    return Speedup(factor=static.factor, remark=speedup_text(file.metadata, static.factor), ours=ours, static=drawn)
+    return Speedup(factor=factor, remark=speedup_text(file.metadata, factor), ours=ours, static=drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,16 +39,15 @@ def verify(
     Exit status 0 if no difference exceeds 1e-12 and no operation is out of order, else 1. Run it before trusting a plan
     or a new version of PyTorch. Up to 8 ranks are processes over gloo; more are threads of one process.
     """
-    from fcp_cli.verification.verify import verify as verify_plan
+    from fcp_cli.plan.file import PlanReader
 
     if path is not None and plan is not None:
         raise UsageError(f"two plans are given, {path} and --plan {plan}; give one")
-    verification = verify_plan(
-        path or plan or Path("plan.parquet"),
-        num_steps=steps,
-        first_step=first_step,
-        max_length=max_length,
-    )
+    path = path or plan or Path("plan.parquet")
+    PlanReader(path)  # refuses a misspelt file before torch is imported
+    from fcp_cli.verification.verify import verify as verify_plan
+
+    verification = verify_plan(path, num_steps=steps, first_step=first_step, max_length=max_length)
     if json:
         print_json(_document(verification))
     else:
@@ -57,8 +57,6 @@ def verify(
 
 
 def _document(verification: Verification) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from fcp_cli.verification.verify import TOLERANCE
 
     document = asdict(verification)

@@ -22,7 +22,7 @@ from fcp_cli.cost.kernels import KernelTable
 from fcp_cli.cost.levels import RecomputeLevel, check_levels
 from fcp_cli.cost.recipe import KERNELS, KernelName, Phase, Recipe
 from fcp_cli.errors import ProfileError
-from fcp_cli.util.files import near_file
+from fcp_cli.util.files import as_word, near_file
 from fcp_cli.util.inputs import parse_yaml, read_text
 from fcp_cli.util.kinds import another_kind
 from fcp_cli.util.validation import Count, NonNegative, Positive, Share, fields_of, validated
@@ -276,7 +276,7 @@ def load_cost_profile(path: Path) -> CostProfile:
     if mistaken := another_kind(path, "cost profile"):
         raise ProfileError(mistaken)
     if not path.exists():
-        mend = near_file(path) or f"; make one with 'fcp profile -o {path}'"
+        mend = near_file(path) or f"; make one with 'fcp profile -o {as_word(path)}'"
         raise ProfileError(f"there is no cost profile {path}{mend}")
     return parse_cost_profile(read_text(path, error=ProfileError, label="the cost profile "), name=str(path))
 

@@ -46,7 +46,7 @@ from fcp_cli.runs.checkpoints import checkpoints
 from fcp_cli.runs.run_dir import RunPaths, followed_plan, latest_run_dir, next_run_dir, read_launch
 from fcp_cli.training.settings import TrainSettings, require_libraries
 from fcp_cli.util.console import Assumptions
-from fcp_cli.util.files import USUAL_MANIFESTS, manifest_here
+from fcp_cli.util.files import USUAL_MANIFESTS, as_word, manifest_here
 from fcp_cli.util.machine import LocalDevices, find_machine_without_torch
 from fcp_cli.util.network import free_ports, interface_towards
 from fcp_cli.util.validation import validated
@@ -296,8 +296,8 @@ def _plan(request: LaunchRequest, assumed: Assumptions) -> tuple[Path, PlanMetad
             DEFAULT_PLAN, request.model, request.ranks, manifest or Path(USUAL_MANIFESTS[0]), assumed
         )
     raise PlanError(
-        f"there is no {DEFAULT_PLAN} here; make one with 'fcp plan {manifest or 'MANIFEST'} -o {DEFAULT_PLAN}', "
-        "or name one with --plan"
+        f"there is no {DEFAULT_PLAN} here; make one with 'fcp plan {as_word(manifest or 'MANIFEST')} "
+        f"-o {DEFAULT_PLAN}', or name one with --plan"
     )
 
 

@@ -45,7 +45,7 @@ from fcp_cli.manifest.table import (
     read_header,
     readable,
 )
-from fcp_cli.util.files import replaced_atomically
+from fcp_cli.util.files import as_word, replaced_atomically
 from fcp_cli.util.inputs import open_input
 from fcp_cli.util.kinds import another_kind
 from fcp_cli.util.machine import usable_cores
@@ -435,7 +435,7 @@ class MergedParts(Source):
 
 def _part_header(path: Path) -> PartHeader:
     if not path.exists():
-        raise ManifestError(f"there is no part {path}; `fcp manifest build SOURCE --shard I/N -o {path}` makes one")
+        raise ManifestError(f"there is no {path}; make it: fcp manifest build SOURCE --shard I/N -o {as_word(path)}")
     with readable(path):
         document = read_header(open_footer(path))
     if document.get("format") != PART_FORMAT:

@@ -21,7 +21,7 @@ from fcp_cli.manifest.sources import Source
 from fcp_cli.manifest.table import read_header, readable
 from fcp_cli.manifest.text import JsonLines, TextTree, holds_lines, size_of, usual_field
 from fcp_cli.manifest.tokenizer import FileTokenizer, local_checkpoint, open_tokenizer
-from fcp_cli.util.files import near_file
+from fcp_cli.util.files import as_word, near_file
 from fcp_cli.util.inputs import inner_suffix, is_compressed
 from fcp_cli.util.parquet import open_footer
 from fcp_cli.util.remote import each
@@ -127,8 +127,8 @@ def _kind_by_name(path: Path) -> str:
         return "megatron"
     if path.suffix in _LENGTH_SUFFIXES:
         raise ManifestError(
-            f"{path} holds lengths, which are planned as they are: fcp plan {path}; for texts name the folder that "
-            f"holds {path.name}, for sizes of images and videos add --kind media"
+            f"{path} holds lengths, which are planned as they are: fcp plan {as_word(path)}; for texts name the "
+            f"folder that holds {path.name}, for sizes of images and videos add --kind media"
         )
     raise ManifestError(f"cannot recognize the kind of {path} by its name; choose with --kind {'|'.join(KINDS)}")
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from fcp_cli.errors import ManifestError
 from fcp_cli.util.arrays import FloatArray, IntArray
-from fcp_cli.util.files import near_file
+from fcp_cli.util.files import as_word, near_file
 from fcp_cli.util.kinds import another_kind
 from fcp_cli.util.masks import MaskRows
 from fcp_cli.util.parquet import FAILURES, FOOTER_KEY, footer_document, open_footer, reason_of
@@ -247,7 +247,7 @@ def manifest_files(path: Path) -> list[Path]:
         return [Path(name) for name in matched]
     made = path.with_suffix(".parquet")
     output = "MANIFEST" if made.exists() or "*" in path.name else made
-    mend = near_file(path) or f"; `fcp manifest build SOURCE -o {output}` makes a manifest"
+    mend = near_file(path) or f"; `fcp manifest build SOURCE -o {as_word(output)}` makes a manifest"
     raise ManifestError(f"{path} does not exist{mend}")
 
 
@@ -255,11 +255,12 @@ def _what_folder(path: Path) -> str:
     """Describe a folder without a manifest, and suggest a command that builds one."""
     if any(path.glob("*/*.arrow")):  # DatasetDict.save_to_disk: a folder per split
         splits = sorted(file.parent.name for file in path.glob("*/*.arrow"))
+        one = as_word(path / splits[0])
         return (
-            f"{path} holds the splits {', '.join(dict.fromkeys(splits))}; name the folder of one: `fcp plan "
-            f"{path / splits[0]}` (texts and conversations: `fcp manifest build {path / splits[0]}` with --tokenizer)"
+            f"{path} holds the splits {', '.join(dict.fromkeys(splits))}; name the folder of one: `fcp plan {one}` "
+            f"(texts and conversations: `fcp manifest build {one}` with --tokenizer)"
         )
-    return f"{path} is a folder without .parquet files; `fcp manifest build {path}` reads text"
+    return f"{path} is a folder without .parquet files; `fcp manifest build {as_word(path)}` reads text"
 
 
 def read_footer(file: Path) -> Any:

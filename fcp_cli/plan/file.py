@@ -22,7 +22,7 @@ from fcp_cli.plan.replan_command import plan_again
 from fcp_cli.plan.rings import BrokenRule, broken_heads, broken_ranks, first_of
 from fcp_cli.plan.step import RingGroup, StepPlan
 from fcp_cli.util.arrays import FloatArray, IntArray
-from fcp_cli.util.files import near_file, replaced_atomically
+from fcp_cli.util.files import as_word, near_file, replaced_atomically
 from fcp_cli.util.inputs import DamagedError
 from fcp_cli.util.kinds import another_kind
 from fcp_cli.util.parquet import FAILURES, numpy_of, open_parquet, parquet_writer, reason_of
@@ -44,7 +44,7 @@ class PlanReader:
         try:
             self._file = open_parquet(path)
         except FileNotFoundError as error:
-            mend = near_file(path) or f"; make one with 'fcp plan MANIFEST -o {path}'"
+            mend = near_file(path) or f"; make one with 'fcp plan MANIFEST -o {as_word(path)}'"
             raise PlanError(f"there is no plan {path}{mend}") from error
         except FAILURES as error:
             if path.is_dir():
@@ -77,7 +77,7 @@ class PlanReader:
             if fault is None and step.step != due:
                 fault = BrokenRule(step=due, message=f"it is missing: step {step.step} stands in its place")
             if fault is not None:
-                raise PlanError(f"{self.path}: {fault}; see 'fcp check {self.path}'")
+                raise PlanError(f"{self.path}: {fault}; see 'fcp check {as_word(self.path)}'")
             yield step
             due += 1
 
@@ -109,7 +109,7 @@ class PlanReader:
         wrong = broken_seconds(seconds)
         if wrong.any():
             found = f"step {steps[first_of(wrong)]}: step_seconds is {seconds[first_of(wrong)]}"
-            raise PlanError(f"{self.path}: {found}; see 'fcp check {self.path}'")
+            raise PlanError(f"{self.path}: {found}; see 'fcp check {as_word(self.path)}'")
         return steps, seconds
 
     def planned_lengths(self) -> IntArray:

@@ -25,7 +25,7 @@ from fcp_cli.plan.setup import EncoderBalance as EncoderBalance
 from fcp_cli.plan.setup import PlanSetup, Speed, Speeds, speeds_of, speeds_text
 from fcp_cli.plan.setup import Sync as Sync
 from fcp_cli.util.arrays import IntArray
-from fcp_cli.util.files import unused
+from fcp_cli.util.files import as_word, unused
 from fcp_cli.util.inputs import kind_of, read_json, require_input
 from fcp_cli.util.masks import MaskKind, MaskRows
 from fcp_cli.util.options import MOST_ROWS
@@ -289,9 +289,8 @@ def parse_metadata(raw: Mapping[bytes, bytes] | None, *, name: str) -> PlanMetad
     except ValueError as error:
         raise PlanError(f"{name}: the plan's metadata is damaged: {error}") from error
     if document is None:
-        raise PlanError(
-            f"{name} is a Parquet file but not a plan; make one with 'fcp plan {name} -o {unused('plan.parquet')}'"
-        )
+        make = f"fcp plan {as_word(name)} -o {unused('plan.parquet')}"
+        raise PlanError(f"{name} is a Parquet file but not a plan; make one with '{make}'")
     if not isinstance(document, dict):
         raise PlanError(f"{name}: the plan's metadata is damaged: it is {kind_of(document)}, not a mapping")
     found = document.pop("format", None)

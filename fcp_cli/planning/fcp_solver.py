@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -44,8 +45,9 @@ from fcp_cli.planning.speeds import assign_at_speeds
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.compiling import is_kept
-from fcp_cli.util.console import note_once
+from fcp_cli.util.console import note
 from fcp_cli.util.processes import interrupts_deferred
+from fcp_cli.util.words import duration
 
 _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 _LESS_TOKENS = 0.8, 0.5  # shares of the token budget with which a step is replanned if the gap is large
@@ -118,10 +120,15 @@ def is_compiled(sync: Sync) -> bool:
     return is_kept(timelines.schedule if sync == "iteration" else waves.planned)
 
 
-def tell_compiling(syncs: Iterable[Sync]) -> None:
-    """Print a note if the search of any sync must first be compiled on this machine."""
-    if not all(map(is_compiled, syncs)):
-        note_once("compiling the planner: half a minute to a minute, once on this machine")
+def compile_missing(problems: Iterable[Problem]) -> None:
+    """Compile the searches that these problems need and this machine lacks; say so before and after."""
+    missing = {one.sync: one for one in problems if not is_compiled(one.sync)}
+    if missing:
+        note("compiling the planner, once on this machine: about a minute of CPU time")
+        began = time.perf_counter()
+        for problem in missing.values():
+            solver_of(problem).compile_ahead()
+        note(f"compiled the planner in {duration(time.perf_counter() - began)}")
 
 
 def winner_of(

@@ -23,7 +23,7 @@ from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.assemble import makespan_seconds
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches, batch_of, sampled_steps
 from fcp_cli.planning.bounds import lower_bound_seconds
-from fcp_cli.planning.fcp_solver import solver_of, tell_compiling
+from fcp_cli.planning.fcp_solver import compile_missing, solver_of
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
 from fcp_cli.util.console import Assumptions
@@ -449,7 +449,7 @@ def quickest_recipe(
     held = [one for one in candidates if data.fits_into(one.problem)]
     if len(held) < 2:
         return None
-    tell_compiling(one.problem.sync for one in held)
+    compile_missing(one.problem for one in held)
     sample = data.sample(max((one.problem for one in held), key=lambda problem: problem.tokens_per_rank))
     bounds = [
         sum(lower_bound_seconds(batch_of(each, one.problem).work, one.problem) for each in sample) / len(sample)

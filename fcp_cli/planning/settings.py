@@ -56,7 +56,7 @@ from fcp_cli.planning.speeds import requested_speeds
 from fcp_cli.profiling.computed import analytic_profile, as_needed_profile, with_level_tokens
 from fcp_cli.profiling.forward import forward_profile
 from fcp_cli.util.console import Assumptions
-from fcp_cli.util.files import unused
+from fcp_cli.util.files import manifest_here, unused
 from fcp_cli.util.machine import find_accelerators
 from fcp_cli.util.options import MOST_RANKS
 from fcp_cli.util.validation import fields_of, shown
@@ -108,6 +108,9 @@ class PlanInputs:
 
 def resolve(request: PlanRequest, assumptions: Assumptions) -> PlanInputs:
     """Resolve a request, recording every assumption."""
+    if request.manifest is None and not request.mix and (here := manifest_here()) is not None:
+        assumptions.assume("MANIFEST", here, "it is in this folder")
+        request = replace(request, manifest=here)
     request = with_counted_model(request, assumptions)
     table, mixture = _table(request)
     if table.column != request.length_column:

@@ -139,7 +139,7 @@ def make_planning_solver(name: str, batches: GlobalBatches, **options: Any) -> S
 def require_planning_solver(name: str, **options: Any) -> None:
     """Check, before batches exist, that the named solver is known, makes plans and takes these options."""
     if not strategy(name).plans:
-        raise UsageError(f"--solver {name} is a baseline without a plan; 'fcp compare --solvers fcp,{name}' prices it")
+        raise UsageError(f"--solver {name} makes no plan; 'fcp compare MANIFEST --solvers fcp,{name}' prices it")
     _require_known(name, [option for option, value in options.items() if value is not None])
 
 

@@ -264,10 +264,8 @@ def enough_ranks(problem: Problem, sequences: Sequence[LengthTable]) -> int | No
     is_plain = problem.pipeline is None and problem.encoder_balance is None and problem.rank_speeds is None
     if not sequences or not is_plain or problem.pipeline_parallel > 1 or not is_compiled(problem.sync):
         return None
-    most, longest = (
-        _AS_LONG * sampled_seconds(problem, sequences),
-        max(int(each.length_tokens.max()) for each in sequences),
-    )
+    most = _AS_LONG * sampled_seconds(problem, sequences)
+    longest = max(int(each.length_tokens.max()) for each in sequences)
     found, ranks = None, problem.num_ranks
     while ranks % 2 == 0:
         ranks //= 2
@@ -340,10 +338,10 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
 # The static plan of a typical step, for the page of `fcp report`.
 
 
-def static_rival(metadata: PlanMetadata, seconds: Mapping[int, float]) -> Rival | None:
-    """Return the static plan among the baselines of a plan, relative to its step times; None if it was not priced."""
+def static_speedup(metadata: PlanMetadata, seconds: Mapping[int, float]) -> float | None:
+    """Return the speed-up of a plan with these step times over its static baseline; None if that was not priced."""
     found = () if metadata.baselines is None else rivals_of(metadata.baselines, seconds)
-    return next((one for one in found if one.name == "static"), None)
+    return next((one.factor for one in found if one.name == "static"), None)
 
 
 def typical_pair(

@@ -25,6 +25,7 @@ from fcp_cli.planning.batches import planned_manifest
 from fcp_cli.report.profiles import ranks_are_hosts
 from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.console import bar, new_table, print_table
+from fcp_cli.util.files import as_word
 from fcp_cli.util.words import counted, ranges
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def peers_text(peers: PeerCount, *, on_hosts: bool) -> str:
     first = peers.means()[0] if peers.new_pairs else 0.0
     grown = f" ({first:.1f} after one step)" if len(peers.new_pairs) > 1 else ""
     takes = "" if on_hosts else f", about {peers.most_bytes / 1e9:.1f} GB of its device"
-    return f"{peers.mean:.1f} per rank{grown}, at most {peers.most}{takes}"
+    return f"{peers.mean:.1f} per rank{grown}, at most {peers.most}{takes}" if peers.most else "none"
 
 
 def devices_text(metadata: PlanMetadata) -> str:
@@ -295,7 +296,7 @@ class PlanFile:
         """Return the error for a plan without a displayable `noun`, with the latest reason."""
         left_out = [problem.partition("skipped ")[2] for problem in self.problems if "skipped " in problem]
         reason = f" ({left_out[-1]})" if left_out else ""
-        return PlanError(f"{self.path} has no displayable {noun}{reason}; see: fcp check {self.path}")
+        return PlanError(f"{self.path} has no displayable {noun}{reason}; see: fcp check {as_word(self.path)}")
 
 
 def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
@@ -310,7 +311,7 @@ def open_plan(path: Path, *, quickly: bool = False) -> PlanFile:
         return plan
     stated = plan.metadata.plan_hash
     if plan.reader.content_hash() != stated:
-        plan.problems.append(f"{path} was edited: its hash is not {stated[:12]} any more; see: fcp check {path}")
+        plan.problems.append(f"{path} was edited: its hash was {stated[:12]}; see: fcp check {as_word(path)}")
     return plan
 
 

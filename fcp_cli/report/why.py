@@ -251,19 +251,20 @@ def _against_more(microbatch: MicroBatch, priced: dict[int, Alternative], step: 
         )
     gain = own.seconds - more.seconds
     extra = more.rank_seconds / own.rank_seconds - 1.0
+    sooner, fewer = "sooner" if gain >= 0 else "later", "fewer" if extra < 0 else "more"
+    change = f"{abs(gain):.3f} s {sooner} for {abs(extra):.1%} {fewer} rank-seconds"
     if more.crosses_nodes and not own.crosses_nodes:
         text = f"its ring would leave the node: {more.seconds:.3f} s instead of {own.seconds:.3f} s"
         return Reason(degree=more.degree, bound="topology", text=text)
     # No reason against one rank more if the chosen ring outlasts attention, too.
     if more.ring_seconds > more.attention_seconds and own.ring_seconds <= own.attention_seconds:
         text = (
-            f"its ring ({more.ring_seconds:.3f} s) would outlast attention ({more.attention_seconds:.3f} s): "
-            f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds"
+            f"its ring ({more.ring_seconds:.3f} s) would outlast attention ({more.attention_seconds:.3f} s): {change}"
         )
         return Reason(degree=more.degree, bound="topology", text=text)
     limit, event = _time_limit(microbatch, step, problem)
     slack = limit - own.end_seconds
-    text = f"{gain:.3f} s sooner for {extra:.1%} more rank-seconds; "
+    text = f"{change}; "
     if problem.pipeline is not None:
         saved = max(own.end_seconds - more.end_seconds, 0.0)
         text += f"the step would end {saved:.3f} s sooner, if the extra rank were idle"

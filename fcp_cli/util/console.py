@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import cache
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Final
 
@@ -119,12 +118,6 @@ def print_result(message: str) -> None:
 def note(message: str) -> None:
     """Print a line about an assumption or choice; silent under -q."""
     human().print(one_line(message), markup=False, soft_wrap=True)
-
-
-@cache
-def note_once(message: str) -> None:
-    """Print a note, but only once in a process."""
-    note(message)
 
 
 def print_always(message: str) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import glob
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,12 @@ def unused(name: str) -> str:
     while path.exists():
         number += 1
         path = Path(f"{Path(name).stem}-{number}{path.suffix}")
-    return str(path)
+    return as_word(path)
+
+
+def as_word(path: Path | str) -> str:
+    """Return a path as one word of a suggested command, whatever blanks it has."""
+    return shlex.quote(str(path))
 
 
 def manifest_here() -> Path | None:

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
+from fcp_cli.util.files import as_word
+
 Kind = Literal["manifest", "manifest part", "plan", "cost profile", "metrics", "samples"]
 
 
@@ -66,13 +68,13 @@ def another_kind(path: Path, wanted: Kind, *, may_be_text: bool = False) -> str 
     if known is not None and known.kind == wanted:
         return None
     if known is not None:
-        return f"{path} is {known.noun}, not {_noun(wanted)}; {known.use.format(path)}"
+        return f"{path} is {known.noun}, not {_noun(wanted)}; {known.use.format(as_word(path))}"
     if is_parquet == (wanted in ("manifest", "plan")) or (may_be_text and not is_parquet):
         return None
     if not is_parquet and (not head.isascii() or not head.strip() or b"\0" in head):
         return None
     form = "a Parquet file" if is_parquet else "text"
-    return f"{path} is {form}, not {_noun(wanted)}; {_MADE_BY[wanted].format(path)}"
+    return f"{path} is {form}, not {_noun(wanted)}; {_MADE_BY[wanted].format(as_word(path))}"
 
 
 def _noun(kind: Kind) -> str:

@@ -27,8 +27,8 @@ def recorded() -> list[tuple[str, str]]:
 
 def shape(said: str) -> list[str]:
     """Words in their order without figures, bars and rules; rows of figures count as one, and how lines break does not."""
-    said = re.sub(r", and [\d.,]+ m?s\s+to\s+load\s+the\s+planner,\s+or\s+compile\s+it", "", said)
-    said = re.sub(r"^compiling the planner.*\n", "", said, flags=re.MULTILINE)
+    said = re.sub(r", and [\d.,]+ m?s\s+to\s+load\s+or\s+compile\s+the\s+planner", "", said)
+    said = re.sub(r"^compil(ing|ed) the planner.*\n", "", said, flags=re.MULTILINE)
     said = re.sub(r"\b[0-9a-f]{16}\b|(?<![\w-])[\d.,]*\d(%|x| ms\b| s\b| MB\b| GB\b)?", "N", re.sub("[─-▟]", " ", said))
     words = said.split()
     return [word for at, word in enumerate(words) if word != "N" or words[at - 1 : at] != ["N"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from fcp_cli.cli.plan import note_compilation
 from fcp_cli.planning import fcp_solver
+from fcp_cli.planning.fcp_solver import FcpSolver, compile_missing
 from fcp_cli.planning.solvers import REGISTRY
-from fcp_cli.util.console import note_once
 from tests.cli.planning_folder import fcp
-from tests.planning.examples import PROFILE
+from tests.planning.examples import PROFILE, example_problem
 
 SETTINGS = ("--ranks", "8", "--ranks-per-node", "4", "--tokens-per-rank", "4096", "--global-batch-size", "48")
 
@@ -43,22 +43,20 @@ def document(folder: Path) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize(
-    ("solvers", "compiled", "announced"),
-    [(["fcp", "static"], {"iteration"}, True), (["fcp"], {"iteration", "microbatch"}, False), (["static"], {}, False)],
-)
 def test_a_planner_that_was_never_compiled_here_is_not_waited_for_in_silence(
-    solvers: list[str],
-    compiled: set[str],
-    announced: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    compiled: list[str] = ["iteration"]
     monkeypatch.setattr(fcp_solver, "is_compiled", lambda sync: sync in compiled)
-    note_once.cache_clear()
-    note_compilation(solvers, ["microbatch", "iteration"])
-    note_compilation(solvers, ["microbatch", "iteration"])
-    assert capsys.readouterr().err.count("compiling the planner: half a minute") == announced
+    monkeypatch.setattr(FcpSolver, "compile_ahead", lambda self: compiled.append(self.problem.sync))
+    problems = [example_problem("microbatch"), example_problem("iteration"), example_problem("microbatch")]
+    compile_missing(problems)
+    began, ended = capsys.readouterr().err.splitlines()
+    assert began == "compiling the planner, once on this machine: about a minute of CPU time"
+    assert re.fullmatch(r"compiled the planner in [\d.e-]+ (ms|s)", ended)
+    assert compiled == ["iteration", "microbatch"]
+    compile_missing(problems)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.lengthy
@@ -120,7 +118,7 @@ def test_a_strategy_that_makes_no_plan_is_named_with_the_command_that_prices_it(
     result = fcp("plan", "dataset.parquet", *SETTINGS, "--solver", "padded", cwd=folder)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == (
-        "error: --solver padded is a baseline without a plan; 'fcp compare --solvers fcp,padded' prices it"
+        "error: --solver padded makes no plan; 'fcp compare MANIFEST --solvers fcp,padded' prices it"
     )
     assert not (folder / "plan.parquet").exists()
 

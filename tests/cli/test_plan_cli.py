@@ -369,3 +369,13 @@ def test_a_plan_ends_with_a_verdict_and_json_holds_it_as_a_field(folder: Path) -
     verdict = json.loads(printed.stdout)["verdict"]
     assert [rival["name"] for rival in verdict["rivals"]] == [*("static", "megatron-dynamic-cp", "packing", "padded")]
     assert verdict["device_hours_per_epoch"] > 0 and verdict["saved_money_per_epoch"] is None
+
+
+def test_the_folder_s_manifest_is_planned_if_none_is_named_so_that_suggested_options_can_be_pasted(
+    tmp_path: Path,
+) -> None:
+    write_dataset(tmp_path)
+    planned = fcp("plan", *EIGHT_RANKS, "--sync", "microbatch", cwd=tmp_path)
+    assert "assumed MANIFEST = dataset.parquet (it is in this folder)" in planned.stderr
+    assert planned.returncode == 0
+    assert (tmp_path / "plan.parquet").is_file()

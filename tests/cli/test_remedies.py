@@ -15,7 +15,8 @@ import pytest
 
 from tests.cli.planning_folder import EIGHT_RANKS, fcp, write_dataset
 
-_SUGGESTED = re.compile(r"(?:'|`|next: |run: |with: )(fcp [a-z][^'`;)\n]*)")
+_WORDS = r"fcp [a-z](?:(?<= )'[^']*'|[^'`;)\n])*"  # a word in quotes may hold blanks
+_SUGGESTED = re.compile(rf"(?:'|`|next: |run: |with: )({_WORDS})")
 _FLAGS = re.compile(r"(?:add|or|with|lower|pass|devices:) ((?:--[a-z-]+(?: [\w.,]+)? ?)+)")
 
 
@@ -32,6 +33,14 @@ def two_columns(folder: Path) -> None:
     pq.write_table(pa.table({"id": [1, 2], "lenght": [30, 40]}), folder / "data.parquet")
 
 
+def named_with_blanks(folder: Path) -> None:
+    pq.write_table(pa.table({"text": ["a text", "another one"]}), folder / "my texts.parquet")
+    write_dataset(folder)
+    (folder / "dataset.parquet").rename(folder / "my lengths.parquet")
+    (folder / "my folder").mkdir()
+    (folder / "my folder" / "a.txt").write_text("a text\n")
+
+
 def records(folder: Path) -> None:
     (folder / "data.jsonl").write_text('{"text": "a text"}\n{"text": "b"}\n')
 
@@ -45,6 +54,12 @@ def equal_profile(folder: Path) -> None:
 def planned(folder: Path) -> None:
     write_dataset(folder)
     assert not fcp("plan", "dataset.parquet", *EIGHT_RANKS, cwd=folder).returncode
+
+
+def planned_for_64(folder: Path) -> None:
+    write_dataset(folder)
+    options = ("--model", "qwen3-8b", "--cluster", "h100-8x8", "--global-batch-size", "24")
+    assert not fcp("plan", "dataset.parquet", *options, cwd=folder).returncode
 
 
 def long_rows(folder: Path) -> None:
@@ -79,6 +94,19 @@ CASES = {
     ),
     "after a plan": Case(make=write_dataset, words=f"plan dataset.parquet {_SMALL} --global-batch-size 24 --model qwen3-tiny"),
     "after a manifest": Case(make=folder_of_texts, words="manifest build corpus -o made.parquet"),
+    "blanks: texts planned": Case(make=named_with_blanks, words="plan 'my texts.parquet'"),
+    "blanks: a folder of texts planned": Case(make=named_with_blanks, words="plan 'my folder'"),
+    "blanks: lengths inspected as a plan": Case(make=named_with_blanks, words="inspect 'my lengths.parquet'"),
+    "blanks: after a manifest": Case(make=named_with_blanks, words="manifest build 'my folder' -o 'my own.parquet'"),
+    "blanks: after a plan": Case(
+        make=named_with_blanks,
+        words=f"plan 'my lengths.parquet' {_SMALL} --global-batch-size 24 --model qwen3-tiny -o 'my plan.parquet'",
+    ),
+    "blanks: after a profile": Case(
+        make=write_dataset, words="profile --analytic --model qwen3-8b --cluster h100-1x8 -o 'my p.yaml'"
+    ),
+    "a launch without a plan": Case(make=write_dataset, words="launch --model qwen3-tiny"),
+    "a plan for more ranks than are here": Case(make=planned_for_64, words="launch --model qwen3-8b"),
     "after a profile": Case(make=write_dataset, words="profile --analytic --model qwen3-8b --cluster h100-1x8 -o p.yaml"),
 }  # fmt: skip
 

@@ -165,7 +165,7 @@ def test_shards_of_several_commands_become_one_manifest(tmp_path: Path) -> None:
             "manifest merge 1.parquet 3.parquet -o m.parquet": "error: missing: part 2/3; build it with --shard, and name all 3",
             "manifest merge 1.parquet 2.parquet 2.parquet -o m.parquet": "error: 2.parquet and 2.parquet are both part 2/3; name one",
             "manifest merge 1.parquet whole.parquet -o m.parquet": "error: whole.parquet is a length manifest, not a part of a length manifest; 'fcp plan whole.parquet' plans it",
-            "manifest merge 1.parquet none.parquet -o m.parquet": "error: there is no part none.parquet; `fcp manifest build SOURCE --shard I/N -o none.parquet` makes one",
+            "manifest merge 1.parquet none.parquet -o m.parquet": "error: there is no none.parquet; make it: fcp manifest build SOURCE --shard I/N -o none.parquet",
             "manifest merge 1.parquet -o 1.parquet": "error: -o 1.parquet would overwrite the source; name another file with -o",
             "plan 1.parquet": "error: 1.parquet is a part of a length manifest, not a length manifest; 'fcp manifest merge' makes one of all parts",
             "manifest build d.jsonl --shard 4/3": "error: --shard 4/3 is not of the form I/N with 1 <= I <= N, for example 3/16",

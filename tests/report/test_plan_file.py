@@ -22,7 +22,7 @@ def test_an_edited_plan_is_shown_and_marked_as_edited(example_plan: Path, tmp_pa
     )
     assert len(list(file.steps())) == 4
     assert file.problems == [
-        f"{file.path} was edited: its hash is not {file.metadata.plan_hash[:12]} any more; see: fcp check {file.path}"
+        f"{file.path} was edited: its hash was {file.metadata.plan_hash[:12]}; see: fcp check {file.path}"
     ]
 
 

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from fcp_cli.models.cluster import THIS_MACHINE
 from fcp_cli.plan.metadata import PlanMetadata
+from fcp_cli.plan.rings import PeerCount
 from fcp_cli.plan.summary import PlanSummary
-from fcp_cli.report.plan_tables import open_plan, print_plan
+from fcp_cli.report.plan_tables import open_plan, peers_text, print_plan
 from tests.report.runs import make_example_plan
 
 
@@ -28,6 +29,10 @@ def test_connections_take_memory_of_devices_and_none_where_ranks_are_cores(tmp_p
     )
     on_hosts = _peers_line(replace(file.metadata, cost_profile=profile), summary)
     assert on_hosts == on_devices.rpartition(", about")[0]
+
+
+def test_a_plan_without_rings_has_no_peers_instead_of_zero_gigabytes_of_them() -> None:
+    assert peers_text(PeerCount(num_ranks=8, ranks_per_node=4), on_hosts=False) == "none"
 
 
 def _peers_line(metadata: PlanMetadata, summary: PlanSummary) -> str:

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fcp_cli.cost.profile import Bandwidth
+from fcp_cli.cost.recipe import RecipeRequest
 from fcp_cli.plan.file import PlanReader
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.plan.setup import Pipeline
 from fcp_cli.planning.batches import BatchSettings
 from fcp_cli.planning.make_plan import make_plan
+from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import problem_of
-from fcp_cli.planning.settings import PlanInputs
+from fcp_cli.planning.settings import PlanInputs, resolve
 from fcp_cli.report.plan_tables import step_seconds_with
 from fcp_cli.report.why import Explanation, explain_degree
+from fcp_cli.util.console import Assumptions
 from tests.planning.examples import example_problem, long_tail
 from tests.report.runs import make_example_plan
 
@@ -158,3 +162,27 @@ def test_of_a_pipeline_the_whole_step_is_priced_and_the_way_through_its_stages_s
 def pipeline_of(metadata: PlanMetadata) -> Pipeline:
     assert metadata.pipeline is not None
     return metadata.pipeline
+
+
+def test_a_rank_more_that_recomputes_less_may_cost_fewer_rank_seconds(tmp_path: Path) -> None:
+    """With recomputation as needed, fewer tokens a rank take less time each."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(str(100_000 // k) for k in range(1, 513)))
+    recipe = RecipeRequest(recompute="as-needed", zero="3")
+    request = PlanRequest(manifest=lengths, model="qwen3-8b", global_batch_size=128, recipe=recipe)
+    inputs = resolve(request, Assumptions())
+    make_plan(tmp_path / "plan.parquet", inputs)
+    reader = PlanReader(tmp_path / "plan.parquet")
+    problem = problem_of(reader.metadata, name="plan")
+    found = [
+        explain_degree(step, row.order, problem)
+        for step in reader.steps()
+        for row in step.microbatches()
+        if not row.is_idle and row.degree < 64
+    ]
+    fewer = [one.alternatives[-1].rank_seconds < one.alternatives[-2].rank_seconds for one in found]
+    assert any(fewer)
+    for one, is_fewer in zip(found, fewer, strict=True):
+        if "rank-seconds" in (text := one.reasons[-1].text):
+            assert ("fewer rank-seconds" in text) == is_fewer
+            assert not re.search(r"-\d", text), text
