@@ -530,7 +530,10 @@ def _report_end(job: Job, ran: RunSummary, *, json: bool) -> None:
     summary: dict[str, Any] = {"run_dir": str(paths.run_dir), "plan_hash": job.metadata.plan_hash}
     if ran.first is not None and ran.last is not None:
         summary |= {"metrics": str(paths.metrics), "first": _ends(ran.first), "last": _ends(ran.last)}
-    if not job.node_rank:
+    if job.node_rank:
+        steps = f"{counted(ran.steps, 'step')}; " if ran.steps else ""
+        note(f"done on node {job.node_rank} of {job.num_nodes}: {steps}loss, times and metrics are on node 0")
+    else:
         if estimate := _wrong_estimate(job, ran.slowdown):
             note(estimate)
         note(closing_line(ran, paths))
