@@ -264,6 +264,9 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
     files = job_files(target, job, template=options.cluster.template)
     record, answer = launch_record(job, files), {}
     note(f"{counted(job.num_nodes, 'node')} with {counted(job.processes_per_node, 'process')} each")
+    if job.values["mounts"] and any("kind: ClusterTrainingRuntime" in text for text in files.values()):
+        paths = ", ".join(mount["path"] for mount in job.values["mounts"])
+        note(f"warning: --mount adds no volume to a ClusterTrainingRuntime: see that the site's mounts {paths}")
     if options.dry_run:
         # A single file has no header, so that it can be piped into a file.
         headed = [f"# ---- {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
