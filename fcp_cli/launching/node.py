@@ -41,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 if it failed, or 128 + the signal that stopped it."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    command = words[at + 1 :]
     parser = argparse.ArgumentParser(prog="python -m fcp_cli.launching.node", allow_abbrev=False)
     parser.add_argument("--node-rank", type=int, required=True)
     parser.add_argument("--log-dir", type=Path, required=True)
@@ -57,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--record", type=Path, help="resolved launch, for the run directory: --resume reads it there")
     options = parser.parse_args(words[:at])
+    options.log_dir, command = _unused_logs(options.log_dir, words[at + 1 :])
     if not command:
         parser.error("the command to run comes after --")
     try:
@@ -67,6 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FcpError, OSError) as error:
         _print(f"error: node {options.node_rank}: {error}")
         return 1
+
+
+def _unused_logs(log_dir: Path, command: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the log folder of this start, and the command with it.
+
+    A pod that comes back has its former name: output of the earlier start would be shown as this one's.
+    """
+    unused, number = log_dir, 0
+    while unused.exists():
+        number += 1
+        unused = log_dir.with_name(f"{log_dir.name}-restart{number}")
+    moved = {f"--log{dash}dir={log_dir}": f"--log{dash}dir={unused}" for dash in "-_"}  # of torchrun, of msrun
+    return unused, [moved.get(word, word) for word in command]
 
 
 def _own(run_dir: Path) -> Ownership:
