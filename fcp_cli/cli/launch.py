@@ -420,9 +420,9 @@ def _predicted_time(job: Job) -> str | None:
         steps, seconds = PlanReader(job.plan).predicted_seconds()
     except PlanError:  # assumed plan: no file yet
         return None
-    last = job.settings.steps if job.settings is not None else None
-    if last is not None:
-        seconds = seconds[steps < last]
+    if job.settings is not None:
+        first, last = _saved_steps(job) if job.settings.resume else 0, job.settings.steps or job.metadata.end_step
+        seconds = seconds[(first <= steps) & (steps < last)]
     if not len(seconds) or not seconds.sum():
         return None
     basis = {"analytic": ", computed, not measured"}.get(job.profile.origin if job.profile is not None else "", "")
@@ -487,15 +487,20 @@ def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
     return outcome.stopped_by if outcome.status else None
 
 
-def _saved(job: Job, resume: str, *, ended: Literal["interrupted", "failed"]) -> str:
-    """Return what an ended run of the bundled trainer has saved, and the command that continues it."""
+def _saved_steps(job: Job) -> int:
+    """Return the step of the run's newest checkpoint; 0 without one."""
     from fcp_cli.runs.checkpoints import PREFIX, checkpoints
 
-    assert job.settings is not None
     saved = checkpoints(job.paths.checkpoints)
-    if not saved:
+    return int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
+
+
+def _saved(job: Job, resume: str, *, ended: Literal["interrupted", "failed"]) -> str:
+    """Return what an ended run of the bundled trainer has saved, and the command that continues it."""
+    assert job.settings is not None
+    step = _saved_steps(job)
+    if not step:
         return f"{ended} before the first checkpoint; only the metrics were kept"
-    step = int(saved[-1].name.removeprefix(PREFIX))
     if step == (job.settings.steps or job.metadata.end_step):
         return f"{ended} after the last of {counted(step, 'step')}, which are saved: nothing is left to resume"
     return f"{ended}; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
