@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -386,7 +385,7 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     if node_rank == 0 and (expected := _predicted_time(job)):
         note(expected)
     outcome, progress = _run_watched(job, owned, node_rank, json=json)
-    stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
+    stopped_by = outcome.stop_signal(bundled=job.is_bundled)
     if stopped_by is not None:
         stopped = Interrupted(
             _saved(job, resume_command(job), ended="interrupted")
@@ -458,7 +457,7 @@ def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> t
         )
     finally:
         progress.close()
-    interrupted = _stopped_by(outcome, bundled=bundled) is not None
+    interrupted = outcome.stop_signal(bundled=bundled) is not None
     owned.ended = "interrupted" if interrupted else "failed" if outcome.status else "finished"
     return outcome, progress
 
@@ -476,15 +475,6 @@ def _progress(job: Job, node_rank: int) -> RunProgress:
 def _shows(job: Job) -> bool:
     """Return whether to show rank 0's output: only on node 0, and -q hides it for the bundled trainer."""
     return not job.node_rank and (not job.is_bundled or verbosity.level >= 0)
-
-
-def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
-    """Return the signal that ended the job early, here or on another node, or None."""
-    if outcome.agreed_to_stop:
-        return outcome.stopped_by or signal.SIGINT
-    if not bundled:
-        return outcome.stopped_by
-    return outcome.stopped_by if outcome.status else None
 
 
 def _saved_steps(job: Job) -> int:

@@ -113,17 +113,17 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
         grace_seconds=options.grace,
         stop_file=Path(environment[_STOP_FILE_VARIABLE]) if _STOP_FILE_VARIABLE in environment else None,
     )
-    was_stopped = _was_stopped(outcome, bundled=_TRAINER in command)
+    stopped_by = outcome.stop_signal(bundled=_TRAINER in command)
     if owner is not None:
-        owner.ended = "interrupted" if was_stopped else "failed" if outcome.status else "finished"
+        owner.ended = "interrupted" if stopped_by else "failed" if outcome.status else "finished"
     if progress is not None:
         progress.close()
-        if not outcome.status and not was_stopped:
+        if not outcome.status and not stopped_by:
             _print(closing_line(progress.summary, progress.paths))
         if outcome.failure is not None and is_full(progress.paths.run_dir):
             _print(f"error: {full_disk_line(progress.paths.run_dir, resume='')}")
             return 1
-    return _report(outcome, was_stopped=was_stopped, shows=is_first)
+    return _report(outcome, stopped_by=stopped_by, shows=is_first)
 
 
 def _cluster_job() -> str:
@@ -180,15 +180,9 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     return {**found, "PATH": path_of_python(sys.executable, found.get("PATH", ""))}
 
 
-def _was_stopped(outcome: JobOutcome, *, bundled: bool) -> bool:
-    """Return whether the job was stopped by a signal to this node or another one; a stopped script may exit with 0."""
-    return outcome.agreed_to_stop or (outcome.stopped_by is not None and (outcome.status != 0 or not bundled))
-
-
-def _report(outcome: JobOutcome, *, was_stopped: bool, shows: bool) -> int:
+def _report(outcome: JobOutcome, *, stopped_by: signal.Signals | None, shows: bool) -> int:
     """Print the failure or the signal, if any; return the exit status."""
-    if was_stopped:
-        stopped_by = outcome.stopped_by or signal.SIGINT
+    if stopped_by:
         _print(f"error: stopped by {stopped_by.name}" if outcome.stopped_by else "error: stopped with the other nodes")
         return 128 + stopped_by
     if outcome.failure is None:

@@ -89,10 +89,11 @@ class JobOutcome:
     stopped_by: signal.Signals | None
     failure: Failure | None
 
-    @property
-    def agreed_to_stop(self) -> bool:
-        """Whether all ranks stopped together because one of them, perhaps on another node, was interrupted."""
-        return self.failure is not None and self.failure.status == 128 + signal.SIGINT
+    def stop_signal(self, *, bundled: bool) -> signal.Signals | None:
+        """Return the signal that ended the job early, or None; a stopped script, unlike ours, may exit with 0."""
+        if self.failure is not None and self.failure.status == 128 + signal.SIGINT:  # agreed, perhaps on another node
+            return self.stopped_by or signal.SIGINT
+        return self.stopped_by if self.status or not bundled else None
 
 
 def run_job(job: Job, *, node_rank: int = 0, screen: Screen = Screen(), start: Start | None = None) -> JobOutcome:
