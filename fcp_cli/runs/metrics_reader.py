@@ -448,6 +448,7 @@ def closing_line(summary: RunSummary, paths: RunPaths) -> str:
         path.read_text(encoding="utf-8") if path.is_file() else "" for path in (paths.profile, paths.gain, paths.saved)
     )
     is_measured = _ESTIMATED.search(profile) is None
+    gain = re.sub(r" \([^()]*\)", "", gain)  # computed seconds would be read beside measured ones
     places = [f"predicted {gain}"] if gain else []
     if saved := checkpoints(paths.checkpoints):
         places.append(f"checkpoint {from_here(saved[-1])}")
