@@ -218,7 +218,7 @@ def start_session(
     data = loader.dataset
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise RunError(
-            f"the training data is a {type(data).__name__}, which is read in one go; a plan needs its rows by number: "
+            f"the training data ({type(data).__name__}) is read in one go; a plan needs its rows by number: "
             "use a data set with random access (datasets.Dataset, not streaming)"
         )
     if plan is not None or not is_launched_without_plan():
