@@ -1,10 +1,13 @@
-"""Ports for jobs that tests start."""
+"""Ports and the address for jobs that tests start."""
 
 from __future__ import annotations
 
 import random
 import socket
+import subprocess
 from pathlib import Path
+
+import pytest
 
 _PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST, _LAST = 10_000, 65_000
@@ -34,3 +37,11 @@ def _is_unused(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def own_address() -> str:
+    """Not loopback: `fcp launch` refuses that on several nodes."""
+    found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
+    if not found:
+        pytest.skip("this machine has no address but loopback")
+    return found[0]

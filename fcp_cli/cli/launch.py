@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -263,6 +262,9 @@ def launch_on_cluster(job: Job, options: LaunchRequest, owned: Ownership | None)
     files = job_files(target, job, template=options.cluster.template)
     document, answer = document_of(job, files), {}
     note(f"{counted(job.num_nodes, 'node')} with {counted(job.processes_per_node, 'process')} each")
+    if job.values["mounts"] and any("kind: ClusterTrainingRuntime" in text for text in files.values()):
+        paths = ", ".join(mount["path"] for mount in job.values["mounts"])
+        note(f"warning: --mount adds no volume to a ClusterTrainingRuntime: see that the site's mounts {paths}")
     if options.dry_run:
         # A single file has no header, so that it can be piped into a file.
         headed = [f"# ---- {name}\n{text}" if len(files) > 1 else text for name, text in files.items()]
@@ -385,7 +387,7 @@ def run_here(job: Job, owned: Ownership, *, json: bool) -> None:
     if node_rank == 0 and (expected := _predicted_time(job)):
         note(expected)
     outcome, progress = _run_watched(job, owned, node_rank, json=json)
-    stopped_by = _stopped_by(outcome, bundled=job.is_bundled)
+    stopped_by = outcome.stop_signal(bundled=job.is_bundled)
     if stopped_by is not None:
         stopped = Interrupted(
             _saved(job, resume_command(job), ended="interrupted")
@@ -419,9 +421,9 @@ def _predicted_time(job: Job) -> str | None:
         steps, seconds = PlanReader(job.plan).predicted_seconds()
     except PlanError:  # assumed plan: no file yet
         return None
-    last = job.settings.steps if job.settings is not None else None
-    if last is not None:
-        seconds = seconds[steps < last]
+    if job.settings is not None:
+        first, last = _saved_steps(job) if job.settings.resume else 0, job.settings.steps or job.metadata.end_step
+        seconds = seconds[(first <= steps) & (steps < last)]
     if not len(seconds) or not seconds.sum():
         return None
     basis = {"analytic": ", computed, not measured"}.get(job.profile.origin if job.profile is not None else "", "")
@@ -457,7 +459,7 @@ def _run_watched(job: Job, owned: Ownership, node_rank: int, *, json: bool) -> t
         )
     finally:
         progress.close()
-    interrupted = _stopped_by(outcome, bundled=bundled) is not None
+    interrupted = outcome.stop_signal(bundled=bundled) is not None
     owned.ended = "interrupted" if interrupted else "failed" if outcome.status else "finished"
     return outcome, progress
 
@@ -477,24 +479,20 @@ def _shows(job: Job) -> bool:
     return not job.node_rank and (not job.is_bundled or verbosity.level >= 0)
 
 
-def _stopped_by(outcome: JobOutcome, *, bundled: bool) -> signal.Signals | None:
-    """Return the signal that ended the job early, here or on another node, or None."""
-    if outcome.agreed_to_stop:
-        return outcome.stopped_by or signal.SIGINT
-    if not bundled:
-        return outcome.stopped_by
-    return outcome.stopped_by if outcome.status else None
+def _saved_steps(job: Job) -> int:
+    """Return the step of the run's newest checkpoint; 0 without one."""
+    from fcp_cli.runs.checkpoints import PREFIX, checkpoints
+
+    saved = checkpoints(job.paths.checkpoints)
+    return int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
 
 
 def _saved(job: Job, resume: str, *, ended: Literal["interrupted", "failed"]) -> str:
     """Return what an ended run of the bundled trainer has saved, and the command that continues it."""
-    from fcp_cli.runs.checkpoints import PREFIX, checkpoints
-
     assert job.settings is not None
-    saved = checkpoints(job.paths.checkpoints)
-    if not saved:
+    step = _saved_steps(job)
+    if not step:
         return f"{ended} before the first checkpoint; only the metrics were kept"
-    step = int(saved[-1].name.removeprefix(PREFIX))
     if step == (job.settings.steps or job.metadata.end_step):
         return f"{ended} after the last of {counted(step, 'step')}, which are saved: nothing is left to resume"
     return f"{ended}; {counted(step, 'step')} {'is' if step == 1 else 'are'} saved, continue with: {resume}"
@@ -532,7 +530,10 @@ def _report_end(job: Job, ran: RunSummary, *, json: bool) -> None:
     summary: dict[str, Any] = {"run_dir": str(paths.run_dir), "plan_hash": job.metadata.plan_hash}
     if ran.first is not None and ran.last is not None:
         summary |= {"metrics": str(paths.metrics), "first": _ends(ran.first), "last": _ends(ran.last)}
-    if not job.node_rank:
+    if job.node_rank:
+        steps = f"{counted(ran.steps, 'step')}; " if ran.steps else ""
+        note(f"done on node {job.node_rank} of {job.num_nodes}: {steps}loss, times and metrics are on node 0")
+    else:
         if estimate := _wrong_estimate(job, ran.slowdown):
             note(estimate)
         note(closing_line(ran, paths))

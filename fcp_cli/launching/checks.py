@@ -57,7 +57,7 @@ def node_size(job: Job, facts: Facts) -> Iterator[Finding]:
 def profile_model(job: Job, facts: Facts) -> Iterator[Finding]:
     """Check that the plan's times and token budget are for the model that runs."""
     profile = job.profile
-    if profile is not None and job.model is not None and not _is_same_model(profile.model, job.model):
+    if profile is not None and job.model is not None and _model_name(profile.model) != _model_name(job.model):
         again = f" a profile from 'fcp profile --model {job.model}'"
         if profile.origin == "analytic" and known_model(job.model) is None:
             again = f" --model {job.model} on a machine that has it"
@@ -146,10 +146,6 @@ def open_files(job: Job, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _is_same_model(first: str, second: str) -> bool:
-    return _model_name(first) == _model_name(second)
-
-
 def _model_name(model: str) -> str:
     """Return a model's name as in cost profiles, which is independent of the checkpoint's path."""
     try:
@@ -160,7 +156,7 @@ def _model_name(model: str) -> str:
 
 def _knows_memory(profile: CostProfile, job: Job) -> bool:
     """Return whether the profile's memory block applies: an accelerator job whose model is not known to differ."""
-    is_this = job.model is None or _is_same_model(profile.model, job.model)
+    is_this = job.model is None or _model_name(profile.model) == _model_name(job.model)
     return job.stack != "cpu" and is_this and profile.memory.bytes_per_token > 0
 
 
@@ -288,7 +284,8 @@ def interfaces(job: Job, facts: Facts) -> Iterator[Finding]:
     for name in names:
         if name not in chosen:
             yield warning(f"{name} is not set, and no route to {job.master_addr} shows it; export it on every node")
-    if len({value.removeprefix("=") for value in chosen.values()}) > 1:
+    # Ascend's libraries must agree; NCCL over ib0 beside gloo over eth0 is usual.
+    if job.stack == "npu" and len({value.removeprefix("=") for value in chosen.values()}) > 1:
         both = ", ".join(f"{name}={value}" for name, value in chosen.items())
         yield warning(f"the nodes talk over different interfaces ({both}); export the same one in all of them")
 

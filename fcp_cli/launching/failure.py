@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -232,8 +231,9 @@ class FailedRank:
         for at in reversed(range(len(self.words))):
             if _RAISED.match(self.words[at]):
                 said = self.words[at].strip()
-                # Some libraries begin their messages with a line break.
-                return " ".join((said, *islice(filter(None, map(str.strip, self.words[at + 1 :])), said[-1:] == ":")))
+                if said.endswith(":"):  # transformers begins messages with a line break, and wraps sentences
+                    said += " " + next(filter(None, map(str.strip, self.words[at + 1 :])), "").partition(". ")[0]
+                return said
         return ""
 
     @property

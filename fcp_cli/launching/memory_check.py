@@ -310,11 +310,9 @@ def memory_table(need: JobMemory) -> Table:
     if need.plan_tokens:
         rows.append((f"at most in this plan, of up to {need.plan_tokens:,} tokens", need.plan_bytes))
     for name, size in rows:
-        table.add_row(name, f"{size / 1e9:.2f}", _share_of(size, capacity) if capacity else "")
+        share = size / capacity if capacity else None
+        shown = "" if share is None else f"{share:.1%}" if share <= 1 else f"{share:.1f}x"
+        table.add_row(name, f"{size / 1e9:.2f}", shown)
     where = "the host" if need.is_host else "a device"
     table.add_row(f"of {where}", f"{capacity / 1e9:.2f}" if capacity else "unknown", "")
     return table
-
-
-def _share_of(size: float, capacity: float) -> str:
-    return f"{size / capacity:.1%}" if size <= capacity else f"{size / capacity:.1f}x"

@@ -41,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 if it failed, or 128 + the signal that stopped it."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    command = words[at + 1 :]
     parser = argparse.ArgumentParser(prog="python -m fcp_cli.launching.node", allow_abbrev=False)
     parser.add_argument("--node-rank", type=int, required=True)
     parser.add_argument("--log-dir", type=Path, required=True)
@@ -57,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--record", type=Path, help="resolved launch, for the run directory: --resume reads it there")
     options = parser.parse_args(words[:at])
+    options.log_dir, command = _unused_logs(options.log_dir, words[at + 1 :])
     if not command:
         parser.error("the command to run comes after --")
     try:
@@ -67,6 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FcpError, OSError) as error:
         _print(f"error: node {options.node_rank}: {error}")
         return 1
+
+
+def _unused_logs(log_dir: Path, command: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the log folder of this start, and the command with it.
+
+    A pod that comes back has its former name: output of the earlier start would be shown as this one's.
+    """
+    unused, number = log_dir, 0
+    while unused.exists():
+        number += 1
+        unused = log_dir.with_name(f"{log_dir.name}-restart{number}")
+    moved = {f"--log{dash}dir={log_dir}": f"--log{dash}dir={unused}" for dash in "-_"}  # of torchrun, of msrun
+    return unused, [moved.get(word, word) for word in command]
 
 
 def _own(run_dir: Path) -> Ownership:
@@ -100,17 +113,17 @@ def _run(command: Sequence[str], options: argparse.Namespace, environment: Mappi
         grace_seconds=options.grace,
         stop_file=Path(environment[_STOP_FILE_VARIABLE]) if _STOP_FILE_VARIABLE in environment else None,
     )
-    was_stopped = _was_stopped(outcome, bundled=_TRAINER in command)
+    stopped_by = outcome.stop_signal(bundled=_TRAINER in command)
     if owner is not None:
-        owner.ended = "interrupted" if was_stopped else "failed" if outcome.status else "finished"
+        owner.ended = "interrupted" if stopped_by else "failed" if outcome.status else "finished"
     if progress is not None:
         progress.close()
-        if not outcome.status and not was_stopped:
+        if not outcome.status and not stopped_by:
             _print(closing_line(progress.summary, progress.paths))
         if outcome.failure is not None and is_full(progress.paths.run_dir):
             _print(f"error: {full_disk_line(progress.paths.run_dir, resume='')}")
             return 1
-    return _report(outcome, was_stopped=was_stopped, shows=is_first)
+    return _report(outcome, stopped_by=stopped_by, shows=is_first)
 
 
 def _cluster_job() -> str:
@@ -167,15 +180,9 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     return {**found, "PATH": path_of_python(sys.executable, found.get("PATH", ""))}
 
 
-def _was_stopped(outcome: JobOutcome, *, bundled: bool) -> bool:
-    """Return whether the job was stopped by a signal to this node or another one; a stopped script may exit with 0."""
-    return outcome.agreed_to_stop or (outcome.stopped_by is not None and (outcome.status != 0 or not bundled))
-
-
-def _report(outcome: JobOutcome, *, was_stopped: bool, shows: bool) -> int:
+def _report(outcome: JobOutcome, *, stopped_by: signal.Signals | None, shows: bool) -> int:
     """Print the failure or the signal, if any; return the exit status."""
-    if was_stopped:
-        stopped_by = outcome.stopped_by or signal.SIGINT
+    if stopped_by:
         _print(f"error: stopped by {stopped_by.name}" if outcome.stopped_by else "error: stopped with the other nodes")
         return 128 + stopped_by
     if outcome.failure is None:

@@ -287,6 +287,11 @@ def model_of_run(run_dir: Path, model: str | None) -> str | None:
 
 def _plan(request: LaunchRequest, assumed: Assumptions) -> tuple[Path, PlanMetadata]:
     """Return the given or default plan; a dry run with --model may assume one."""
+    wanted = request.plan or DEFAULT_PLAN
+    if request.node_rank and not request.dry_run and not wanted.is_file():
+        raise PlanError(
+            f"node {request.node_rank} has no plan {wanted}; copy node 0's there: all nodes follow one plan"
+        )
     if request.plan is not None or DEFAULT_PLAN.is_file():
         plan = request.plan or DEFAULT_PLAN
         return plan, read_proven(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -223,12 +224,8 @@ def _layers_per_block(job: Job) -> Iterator[Finding]:
 
 def _release(version: str) -> tuple[int, ...]:
     """Return the numeric parts of a version: (2, 7, 1) for 2.7.1.post2+cpu."""
-    numbers: list[int] = []
-    for part in version.partition("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    found = re.match(r"\d+(?:\.\d+)*(?=[.+]|$)", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 # Checks that a Megatron script's arguments match the recipe for which its plan was priced.

@@ -89,10 +89,11 @@ class JobOutcome:
     stopped_by: signal.Signals | None
     failure: Failure | None
 
-    @property
-    def agreed_to_stop(self) -> bool:
-        """Whether all ranks stopped together because one of them, perhaps on another node, was interrupted."""
-        return self.failure is not None and self.failure.status == 128 + signal.SIGINT
+    def stop_signal(self, *, bundled: bool) -> signal.Signals | None:
+        """Return the signal that ended the job early, or None; a stopped script, unlike ours, may exit with 0."""
+        if self.failure is not None and self.failure.status == 128 + signal.SIGINT:  # agreed, perhaps on another node
+            return self.stopped_by or signal.SIGINT
+        return self.stopped_by if self.status or not bundled else None
 
 
 def run_job(job: Job, *, node_rank: int = 0, screen: Screen = Screen(), start: Start | None = None) -> JobOutcome:
@@ -448,7 +449,8 @@ class StoppedRanks:
         stopped = [pid for pid in (launcher, *running) if processes.is_stopped(pid)]
         for pid in stopped:
             if pid not in self._since:
-                self._announce(f"{_name(pid, launcher)} is stopped (SIGSTOP); let it continue with: kill -CONT {pid}")
+                who = "the launcher" if pid == launcher else f"rank {_rank(pid)}"
+                self._announce(f"{who} is stopped (SIGSTOP); let it continue with: kill -CONT {pid}")
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         self._most = max(self._most, len(running))  # ranks that failed by time-out meanwhile are gone
         # If all ranks are suspended, so is the node, and no rank waits for another.
@@ -478,10 +480,6 @@ def _rank(pid: int) -> int | None:
     environment = processes.environment_of(pid)
     found = next((environment[name] for name in _RANK if environment.get(name, "").isdecimal()), None)
     return None if found is None else int(found)
-
-
-def _name(pid: int, launcher: int) -> str:
-    return "the launcher" if pid == launcher else f"rank {_rank(pid)}"
 
 
 # Detects a full disk after a failure: ranks cannot log the reason then, so their last lines are misleading.

@@ -144,7 +144,8 @@ def job_files(target: Target, job: Job, *, template: Path | None = None) -> dict
     """Return the texts of a job's files by name, beginning with the one that starts a node's ranks."""
     with _faults_named(job.target):
         values = template_values(job, target.node(job), target.ready)
-    rendered = [(name, _template(target, name)) for name in (target.template, *target.others)]
+    folder = target.folder or shipped("launchers")
+    rendered = [(name, folder / f"{name}{SUFFIX}") for name in (target.template, *target.others)]
     if template is not None:
         rendered[0] = target.template, template
     files = {name: render(path, values) for name, path in rendered}
@@ -176,18 +177,9 @@ def _faults_named(name: str) -> Iterator[None]:
         raise REGISTRY.plugin(name).error("failed", error) from error
 
 
-def _template(target: Target, name: str) -> Path:
-    return shipped_template(name) if target.folder is None else target.folder / f"{name}{SUFFIX}"
-
-
 # Renders the templates in `launchers/`, or custom ones; undefined names raise errors with a line number.
 
 SUFFIX = ".j2"
-
-
-def shipped_template(name: str) -> Path:
-    """Return the path of a shipped template."""
-    return shipped("launchers") / f"{name}{SUFFIX}"
 
 
 def render(template: Path, values: Mapping[str, Any]) -> str:

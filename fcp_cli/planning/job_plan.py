@@ -230,17 +230,19 @@ class JobPlanner:
             )
             if self._measures:  # the times are computed, and no measure of how long the job takes
                 write_text_atomically(self._path.with_name("gain.txt"), gain.removeprefix(", "))
-            if advice := _gain_of_another_recipe(self._inputs):
+            if advice := _gain_of_another_recipe(self._inputs, self._job.loop):
                 _say(advice)
 
 
-def _gain_of_another_recipe(inputs: PlanInputs) -> str:
+def _gain_of_another_recipe(inputs: PlanInputs, loop: str) -> str:
     """Return a line about settings under which the script's steps would be faster, or ""."""
     sample = [] if inputs.data is None else inputs.data.sample(inputs.problem)
     remedy, _tried = best_remedy(inputs, sample)
     if remedy is None:
         return ""
-    flags = remedy.flags.replace("--recompute none", "gradient_checkpointing=False")  # as the script sets it
+    is_trainer = loop in ("Trainer", "SFTTrainer", "DPOTrainer")  # other loops have no setting of that name
+    setting = "gradient_checkpointing=False" if is_trainer else "its activation checkpointing off"
+    flags = remedy.flags.replace("--recompute none", setting)
     return f"the script's steps would take {1 - remedy.factor:.0%} less with {flags}"
 
 

@@ -271,7 +271,11 @@ class MetricsTail:
         If there are several new starts, only the latest and its steps are returned.
         """
         records: list[MetricsRecord] = []
-        for line in self._latest_lines():
+        try:
+            lines = self._new_lines()
+        except OSError as error:
+            raise RunError(f"cannot read the metrics {self.path}: {first_sentence(error)}") from error
+        for line in lines:
             try:
                 record = parse_record(line)
             except ValueError:
@@ -283,14 +287,8 @@ class MetricsTail:
                 records.append(record)
         return records
 
-    def _latest_lines(self) -> list[bytes]:
-        """Return the line of the latest start, if it is new, and the lines of later steps."""
-        try:
-            return self._new_lines()
-        except OSError as error:
-            raise RunError(f"cannot read the metrics {self.path}: {first_sentence(error)}") from error
-
     def _new_lines(self) -> list[bytes]:
+        """Return the line of the latest start, if it is new, and the lines of later steps."""
         start: list[bytes] = []
         steps: deque[bytes] | None = None
         for line in self._follower.lines():
@@ -450,6 +448,7 @@ def closing_line(summary: RunSummary, paths: RunPaths) -> str:
         path.read_text(encoding="utf-8") if path.is_file() else "" for path in (paths.profile, paths.gain, paths.saved)
     )
     is_measured = _ESTIMATED.search(profile) is None
+    gain = re.sub(r" \([^()]*\)", "", gain)  # computed seconds would be read beside measured ones
     places = [f"predicted {gain}"] if gain else []
     if saved := checkpoints(paths.checkpoints):
         places.append(f"checkpoint {from_here(saved[-1])}")

@@ -114,7 +114,8 @@ class Recorder:
         begin_metrics(self.path, first_step)
         recorded = max(recorded_steps(self.path), self._metadata.first_step)
         if recorded < first_step:
-            _say(f"{unrecorded(recorded + 1, first_step)} in no record: the metrics {self.path} end before this start")
+            missing = unrecorded(recorded + 1, first_step)
+            _say(f"training continues at step {first_step + 1}; {missing} not in {self.path}: of another run, or lost")
         self._writer = self._writer or MetricsWriter(self.path)
         if self._plans is not None:
             self._plans.close()

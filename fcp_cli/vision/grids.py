@@ -151,3 +151,15 @@ def by_kind(embeddings: Tensor, kinds: Sequence[Kind]) -> Mapping[Kind, Tensor]:
     """
     both: tuple[Kind, ...] = ("image", "video")
     return {kind: embeddings[[index for index, found in enumerate(kinds) if found == kind]] for kind in both}
+
+
+def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
+    """Return the arguments of a model's forward that replace the pixels of square tiles.
+
+    Args:
+        embeddings: [visual tokens of this rank, 1, hidden].
+        kinds: kind of each token; all are images here.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    return {"image": BaseModelOutputWithPooling(pooler_output=embeddings.transpose(0, 1))}

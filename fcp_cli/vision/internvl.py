@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcp_cli.vision.grids import encoder_outputs as encoder_outputs
 from fcp_cli.vision.grids import tiled_sequence
-from fcp_cli.vision.parts import Kind, Pixels, VisualPart, VisualSequence
+from fcp_cli.vision.parts import Pixels, VisualPart, VisualSequence
 
 
 def visual_sequence(
@@ -53,15 +54,3 @@ def encode(model: Any, parts: Sequence[VisualPart], pixels: Tensor | None) -> Te
         pixels = torch.zeros(1, 3, side, side)
     outputs = model.get_image_features(pixels.to(tower.device, tower.dtype), return_dict=True)
     return outputs.pooler_output.flatten(0, 1).unsqueeze(1)  # type: ignore[no-any-return]
-
-
-def encoder_outputs(embeddings: Tensor, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Return the arguments of the model's forward that replace pixels.
-
-    Args:
-        embeddings: [visual tokens of this rank, 1, hidden].
-        kinds: kind of each token; all are images here.
-    """
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-    return {"image": BaseModelOutputWithPooling(pooler_output=embeddings.transpose(0, 1))}

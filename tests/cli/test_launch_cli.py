@@ -256,6 +256,10 @@ def test_without_a_plan_the_command_that_makes_one_is_named(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "dataset.parquet").touch()
     assert "make one with 'fcp plan dataset.parquet -o plan.parquet'" in fcp("--model", "qwen3-tiny").err
+    for plan in ([], ["--plan", "plan.parquet"]):  # one made on node 1 would be another
+        assert fcp("--model", "qwen3-tiny", "--nodes", "2", "--node-rank", "1", *plan).last_line == (
+            "error: node 1 has no plan plan.parquet; copy node 0's there: all nodes follow one plan"
+        )
 
 
 def test_a_manifest_that_changed_since_the_plan_is_refused(fcp: Fcp, folder: Path, tmp_path: Path) -> None:

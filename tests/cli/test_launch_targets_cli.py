@@ -155,3 +155,16 @@ def test_a_run_directory_adds_no_line_to_a_script_of_slurm(fcp: Fcp) -> None:
     (directive,) = [line for line in out.splitlines() if line.startswith("#SBATCH --output=")]
     assert directive.startswith("#SBATCH --output='/")
     assert directive.endswith("/runs/a --uid=0/logs/slurm-%j.log'")
+
+
+@pytest.mark.parametrize("template", ["", '{% set runtime = "torch-distributed" %}\n'])
+def test_a_mount_that_a_runtime_of_the_site_does_not_get_is_said_not_to_be_added(
+    fcp: Fcp, tmp_path: Path, template: str
+) -> None:
+    (tmp_path / "site.yaml.j2").write_text('{% extends "trainjob.yaml.j2" %}\n' + template)
+    where = ("--target", "trainjob", "--template", "site.yaml.j2", "--image", "fcp:1", "--mount", "shared:/shared")
+    status, out, err = fcp("--model", "qwen3vl-8b", "--run-dir", "/shared/run", *where, "--dry-run")
+    assert status == 0
+    assert ("claimName" in out) == (not template)
+    line = "warning: --mount adds no volume to a ClusterTrainingRuntime: see that the site's mounts /shared"
+    assert (line in err) == bool(template)

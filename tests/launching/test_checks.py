@@ -114,7 +114,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"device_names": ("NVIDIA H200",)},
     ),
     "the loopback interface": ("cpu", SMALL, {"variables": {"GLOO_SOCKET_IFNAME": "lo"}}),
-    "interfaces that differ": ("cuda", {}, {"variables": {"NCCL_SOCKET_IFNAME": "eth1"}}),
     "nodes that Slurm gave": ("cuda", {}, {"variables": {"SLURM_NNODES": "4"}}),
     "fewer ranks on a node than the plan counts": ("cuda", {"num_nodes": 4, "processes_per_node": 4}, {}),
     "the profile of another model": ("cuda", {"model": "qwen3-4b"}, {}),
@@ -258,7 +257,6 @@ FINDINGS = snapshot(
         "a recipe of accelerators on CPU cores": "warning: plan.parquet has the times of example-8x8, but its ranks run on CPU cores here: they will take others, and train as ZeRO-0, fp32, chunked loss, not as ZeRO-2, bf16, chunked loss; plan with a profile of this machine from 'fcp profile'",
         "a profile of other accelerators": "warning: plan.parquet has the times of h100-8x8, but its ranks run on NVIDIA H200 here: they will take others; plan with a profile of this machine from 'fcp profile'",
         "the loopback interface": "error: GLOO_SOCKET_IFNAME=lo is the loopback interface, which reaches no other node; export another of lo, eth0, eth1",
-        "interfaces that differ": "warning: the nodes talk over different interfaces (GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth1); export the same one in all of them",
         "nodes that Slurm gave": "warning: Slurm allocated 4 nodes, but the job runs on 2; give --nodes 4, or submit with --nodes=2",
         "fewer ranks on a node than the plan counts": "warning: plan.parquet counts 8 ranks per node, but 4 run on each of 4: its rings would cross nodes unseen; plan with --ranks-per-node 4",
         "the profile of another model": "warning: plan.parquet was made with the cost profile of qwen3-8b, not of qwen3-4b: its times and token budget are another model's; plan again with: fcp plan lengths.parquet --model qwen3-4b --cluster example-8x8 --ranks 16 --ranks-per-node 8 --global-batch-size 8 --no-shuffle --solver test -o plan-2.parquet",
@@ -336,6 +334,11 @@ def test_the_spellings_of_nccl_for_interfaces_are_understood(value: str) -> None
     of = {"num_nodes": 2}
     messages = found("cuda", of=of, variables={"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value})
     assert messages == []
+
+
+def test_nccl_may_have_an_interface_of_its_own() -> None:
+    variables = {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert found("cuda", of={"num_nodes": 2}, variables=variables) == []
 
 
 def test_a_dry_run_for_other_machines_judges_only_what_holds_on_all_of_them() -> None:

@@ -86,9 +86,9 @@ def test_an_error_of_fcps_own_is_one_line_in_its_error_file(tmp_path: Path) -> N
 
 
 def test_a_message_that_begins_with_a_line_break_is_told(tmp_path: Path) -> None:
-    words = "Traceback\nImportError: \nAutoVideoProcessor requires the Torchvision library.\nInstall it.\n"
+    words = "Traceback\nImportError: \nAutoVideoProcessor requires the Torchvision library. Check out the\nsite.\n"
     failure = TorchrunRanks(write_logs(tmp_path, torchrun=SUMMARY.format(status=1), ranks={1: words})).find_failure(1)
-    assert failure.raised == "ImportError: AutoVideoProcessor requires the Torchvision library."
+    assert failure.raised == "ImportError: AutoVideoProcessor requires the Torchvision library"
 
 
 def test_a_damaged_error_file_leaves_the_printed_lines(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 
 from fcp_cli.launching.supervise import NodeMeeting
 from tests.launching.jobs import local_job
-from tests.ports import unused_port
+from tests.patience import PATIENCE_SECONDS
+from tests.ports import own_address, unused_port
+from tests.training.small_runs import fcp_command, write_manifest, write_small_plan
 
 
 @pytest.fixture
@@ -80,3 +83,21 @@ def test_a_short_time_is_not_waited_out_in_silence(tmp_path: Path, silent_port: 
     (line,) = said(tmp_path, silent_port, node_rank=1, join_timeout_seconds=30)
     assert line.startswith("10 s: waiting for node 0")
     assert "gives up after 30 s" in line
+
+
+@pytest.mark.distributed
+@pytest.mark.torch
+def test_node_1_ends_with_the_steps_that_it_trained_and_sends_to_node_0_for_the_rest(tmp_path: Path) -> None:
+    write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=2, num_ranks=2, ranks_per_node=1)
+    where = ("--nodes", "2", "--master-addr", own_address(), "--master-port", str(unused_port()), "--run-dir", "run")
+    what = ("launch", "--plan", "plan.parquet", "--model", "qwen3-tiny", "--device", "cpu")
+    nodes = [
+        subprocess.Popen(
+            fcp_command(*what, *where, "--node-rank", str(node)), cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        for node in range(2)
+    ]
+    said = [node.communicate(timeout=PATIENCE_SECONDS)[1].splitlines() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert said[0][-1].startswith("done: steps 1 to 2, loss ")
+    assert said[1][-1] == "done on node 1 of 2: 2 steps; loss, times and metrics are on node 0"

@@ -18,7 +18,7 @@ from fcp_cli.launching.program import is_mindspore_script
 from fcp_cli.util.machine import find_machine_without_torch
 from tests.forked_ranks import shared_by_scripts
 from tests.patience import PATIENCE_SECONDS, wait_until
-from tests.ports import unused_port
+from tests.ports import own_address, unused_port
 from tests.training.small_runs import fcp_command, run_fcp, write_manifest, write_small_plan
 
 pytestmark = pytest.mark.processes
@@ -177,14 +177,6 @@ def run_two_nodes(folder: Path, run_dir: Path, *program: str) -> None:
     ]
     said = [job.communicate(timeout=PATIENCE_SECONDS)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], said
-
-
-def own_address() -> str:
-    """Not loopback: `fcp launch` refuses that on several nodes."""
-    found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout.split()
-    if not found:
-        pytest.skip("this machine has no address but loopback")
-    return found[0]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from fcp_cli.cli import launch
 from fcp_cli.models.cluster import shipped_profile
+from fcp_cli.plan.file import PlanReader
 from fcp_cli.runs.metrics_reader import RunSummary
+from fcp_cli.training.settings import TrainSettings
 from tests.launching.jobs import CPU, GPUS, local_job, plan_metadata
+from tests.training.small_runs import write_manifest, write_small_plan
 
 ESTIMATED = shipped_profile("qwen3-tiny").text
 MEASURED = ESTIMATED.replace("origin: analytic", "origin: measured")
@@ -62,3 +66,14 @@ def test_ranks_that_share_cores_are_said_to() -> None:
     )
     assert launch._shared_cores(replace(job, machine=replace(CPU, num_cores=4))) == ""
     assert launch._shared_cores(replace(job, machine=replace(GPUS, num_cores=2))) == ""
+
+
+@pytest.mark.parametrize(("resume", "planned"), [(False, "5 steps"), (True, "3 steps")])
+def test_the_time_of_a_resumed_run_is_that_of_the_steps_that_are_left(
+    tmp_path: Path, *, resume: bool, planned: str
+) -> None:
+    plan = write_small_plan(tmp_path / "plan.parquet", write_manifest(tmp_path), steps=6)
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    settings = TrainSettings(plan=plan, model="qwen3-tiny", run_dir=tmp_path, steps=5, resume=resume)
+    job = local_job(plan=plan, metadata=PlanReader(plan).metadata, run_dir=tmp_path, settings=settings)
+    assert f", {planned} " in (launch._predicted_time(job) or "")

@@ -226,6 +226,24 @@ def test_a_node_says_what_its_launcher_said(tmp_path: Path, capfd: pytest.Captur
 
 
 @pytest.mark.processes
+def test_a_pod_that_comes_back_shows_and_blames_its_own_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs" / "job-node0"
+    ranks = (
+        "import pathlib, sys; name = sys.argv[1]; logs = pathlib.Path(sys.argv[2][10:]) / name / 'attempt_0' / '0';"
+        "logs.mkdir(parents=True); (logs / 'stdout.log').write_text(name);"
+        "(logs / 'stderr.log').write_text(f'error: {name}'); print('local_rank: 0'); sys.exit(1)"
+    )
+    for name in ("z-first", "a-second"):  # torchrun's names are drawn at random
+        words = ["--node-rank=0", f"--log-dir={logs}", "--", sys.executable, "-c", ranks, name, f"--log-dir={logs}"]
+        assert node.main(words) == 1
+        shown = capfd.readouterr()
+        assert shown.out == name
+        assert shown.err.endswith(f"{logs}{'' if name == 'z-first' else '-restart1'}/torchrun.log\n")
+
+
+@pytest.mark.processes
 def test_a_node_knows_its_own_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_USER", "eth7")
     monkeypatch.delenv("FOUND", raising=False)

@@ -352,10 +352,19 @@ def test_a_loop_that_somebody_stops_leaves_at_once_what_is_not_planned_yet(
     assert again.close(6) is not None
 
 
-def test_a_quicker_recipe_is_named_by_the_scripts_own_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("loop", "setting"),
+    [
+        ("SFTTrainer", "gradient_checkpointing=False"),
+        ("LitModel", "its activation checkpointing off"),  # a module of Lightning
+        ("a loop around DeepSpeed's engine", "its activation checkpointing off"),
+    ],
+)
+def test_a_quicker_recipe_is_named_by_the_scripts_own_setting(
+    loop: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     remedy = SimpleNamespace(factor=0.88, flags="--recompute none")
     monkeypatch.setattr(job_plan, "best_remedy", lambda inputs, sample: (remedy, ()))
     inputs: Any = SimpleNamespace(data=None)
-    assert job_plan._gain_of_another_recipe(inputs) == (
-        "the script's steps would take 12% less with gradient_checkpointing=False"
-    )
+    advice = f"the script's steps would take 12% less with {setting}"
+    assert job_plan._gain_of_another_recipe(inputs, loop) == advice

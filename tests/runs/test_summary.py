@@ -49,7 +49,7 @@ def test_a_plan_of_computed_times_is_not_held_against_the_run_but_its_predicted_
         ran.feed(step(number, loss=None, seconds=3.0))
     assert closing_line(ran, paths).replace(str(tmp_path), "RUN") == (
         "done: steps 1 to 3 and 1 to 2, 300k tokens in 15 s; a step took 3 s; predicted 49% less than the script's own "
-        "padded batches (10.6 ms), metrics RUN/metrics.jsonl"
+        "padded batches, metrics RUN/metrics.jsonl"
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from fcp_cli.errors import RunError
 from fcp_cli.integrations.hugging_face.data import CollatedRows, one_pair, one_sequence
+from fcp_cli.integrations.hugging_face.job_facts import start_session
 from fcp_cli.plan.file import PlanReader
 from tests.runtime.plans import Row, write_plan
 
@@ -149,8 +151,26 @@ def test_the_tokens_of_pairs_are_compared_with_those_of_both_answers(tmp_path: P
         planned_rows(tmp_path, dataset, lengths=(5, 7), pairs=True, collate=collate_pair)
 
 
-def test_a_data_set_of_another_number_of_rows_or_without_any_is_refused(tmp_path: Path) -> None:
+def test_a_data_set_of_another_number_of_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"the training data has 1 rows, but the plan's manifest lengths\.parquet has 2"):
         planned_rows(tmp_path, [[1, 2, 3]])
-    with pytest.raises(RunError, match="is read in one go"):
-        planned_rows(tmp_path, iter(()))
+
+
+class Sharded(IterableDataset[Any]):
+    """As accelerate wraps a streamed data set: torch gives it a `__getitem__` that raises."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ()
+
+    def __len__(self) -> int:
+        raise TypeError("object of type 'IterableDataset' has no len()")
+
+
+@pytest.mark.parametrize("data", [iter(()), Sharded()])
+@pytest.mark.parametrize("plan", [None, Path("plan.parquet")])
+def test_streamed_data_is_refused_with_and_without_a_plan(
+    data: Any, plan: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FCP_PLANNING", "planning.json")  # as if launched without a plan
+    with pytest.raises(RunError, match="is read in one go; a plan needs its rows by number: use a data set with"):
+        start_session(SimpleNamespace(dataset=data), dict, device=torch.device("cpu"), plan=plan)  # type: ignore[arg-type]

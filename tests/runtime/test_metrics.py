@@ -178,6 +178,16 @@ def test_a_resumed_loop_drops_what_it_will_make_again(plan: Path) -> None:
     ]
 
 
+def test_a_checkpoint_of_another_run_is_said_to_leave_its_steps_out_of_the_metrics(
+    plan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = alone(plan)
+    recorder.open(2)
+    recorder.close()
+    said = f"fcp: training continues at step 3; steps 1 to 2 are not in {recorder.path}: of another run, or lost\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_full_disk_ends_the_metrics_and_not_the_training(
     plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,17 @@ outcomes = outcomes_of("trl_worker")
 
 
 @pytest.mark.parametrize(
-    "name", ["sft", "sft dft waves", "sft, mean of batches", "dpo", "dpo waves ipo", "unplanned sft", "unplanned dpo"]
+    "name",
+    [
+        "sft",
+        "sft, accumulated",
+        "sft dft waves",
+        "sft, mean of batches",
+        "dpo",
+        "dpo waves ipo",
+        "unplanned sft",
+        "unplanned dpo",
+    ],
 )
 def test_losses_norms_weights_and_what_trl_logs_are_those_of_the_script_without_a_plan(
     outcomes: Outcomes, name: str

@@ -74,11 +74,6 @@ class CollatedRows:
         lengths: IntArray | None = None,
     ) -> None:
         dataset = loader.dataset
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise RunError(
-                f"the training data is a {type(dataset).__name__}, which is read in one go; a plan needs its rows by "
-                "number: use a data set with random access (datasets.Dataset, not streaming)"
-            )
         if pairs:
             require_causal(metadata, plan, "pairs of answers")
         self._has_masks, self._needs_masks = metadata.masked_sequences is not None, metadata.masks is None

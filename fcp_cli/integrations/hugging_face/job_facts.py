@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from fcp_cli.cost.recipe import Lora
 from fcp_cli.errors import RunError
@@ -215,6 +215,12 @@ def start_session(
         plan: plan file; defaults to FCP_PLAN.
         config: model config, if the collator may return images and videos; None: it returns none.
     """
+    data = loader.dataset
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise RunError(
+            f"the training data ({type(data).__name__}) is read in one go; a plan needs its rows by number: "
+            "use a data set with random access (datasets.Dataset, not streaming)"
+        )
     if plan is not None or not is_launched_without_plan():
         return start(plan, device=device)
     join_process_group(device)

@@ -177,12 +177,18 @@ class SftLoss(PlannedLoss):
     Args:
         trainer: an `SFTTrainer`.
         means: token weights, if the loss is a mean of batch means.
+        logged: token weights of entropy and accuracy, which TRL averages over accumulated batches; None: one batch.
     """
 
-    def __init__(self, trainer: Any, means: BatchMeans | None = None) -> None:
+    def __init__(self, trainer: Any, means: BatchMeans | None = None, logged: BatchMeans | None = None) -> None:
         super().__init__(means)
-        self._trainer = trainer
+        self._trainer, self._logged = trainer, logged
         self._counts: list[Tensor] = []
+
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
+        if self._logged is not None:
+            self._logged.begin_step(step.index)
 
     def of(self, model: Any, microbatch: LocalMicroBatch) -> Tensor:
         outputs = model(
@@ -196,7 +202,8 @@ class SftLoss(PlannedLoss):
             token_losses = token_losses * outputs.log_probs.exp().detach()
         if self._means is not None:
             token_losses = token_losses * self._means.weights(microbatch)
-        counted = (outputs.entropy.detach(), outputs.is_top1, outputs.label_mask)
+        weights = 1.0 if self._logged is None else self._logged.weights(microbatch)
+        counted = [weights * part for part in (outputs.entropy.detach(), outputs.is_top1, outputs.label_mask)]
         self._counts.append(torch.stack([part.sum(dtype=torch.float64) for part in counted]))
         return microbatch.normalised(token_losses.sum())
 

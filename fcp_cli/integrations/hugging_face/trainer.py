@@ -196,7 +196,9 @@ def _planned_loss(
         return LogitPreferenceLoss(trainer, judged)
     check_trl(trl.trainer.utils, trainer)
     if kind == "SFTTrainer":
-        return SftLoss(trainer, means)
+        ranks_batch, accumulates = rows_per_pass(trainer), trainer.args.gradient_accumulation_steps > 1
+        logged = BatchMeans(session, rows.learned, ranks_batch * session.world.size) if accumulates else None
+        return SftLoss(trainer, means, logged)
     return PreferenceLoss(trainer, models, loss_class(trainer).compute_loss)
 
 

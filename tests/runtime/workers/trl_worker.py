@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.runtime.models import VOCAB_SIZE, hugging_face
-from tests.runtime.trainer_plans import PAIRED
+from tests.runtime.trainer_plans import GLOBAL_BATCH, PAIRED
 from tests.runtime.workers.trainer_worker import (
     ITERATION,
     UNPLANNED,
@@ -89,6 +89,10 @@ def dpo(folder: Path, *, reference: bool = True, **changes: Any) -> dict[str, An
 PAIRS, PAIR_WAVES = "pairs-iteration.parquet", "pairs-waves.parquet"
 CASES: Cases = {
     "sft": (ITERATION, sft),
+    "sft, accumulated": (
+        ITERATION,
+        lambda folder: sft(folder, per_device_train_batch_size=GLOBAL_BATCH // 4, gradient_accumulation_steps=2),
+    ),
     "sft dft waves": (WAVES, lambda folder: sft(folder, loss_type="dft")),
     "sft, mean of batches": (ITERATION, lambda folder: sft(folder, averages_batches=True)),
     "dpo": (PAIRS, dpo),
