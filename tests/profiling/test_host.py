@@ -93,7 +93,7 @@ def test_elementwise_operations_move_the_bytes_that_cpu_ranks_pay_for(
 ) -> None:
     import torch
 
-    sizes = {"hidden_size": hidden, "head_dim": 64, "vocab_size": 64}
+    sizes: dict[str, Any] = {"hidden_size": hidden, "head_dim": 64, "vocab_size": 64}
     config = {"intermediate_size": ffn, "num_attention_heads": heads, "num_key_value_heads": heads, "pad_token_id": 0}
 
     def moved(layers: int, tokens: int) -> int:
