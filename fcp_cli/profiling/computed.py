@@ -19,7 +19,7 @@ from fcp_cli.cost.model import offload_cost
 from fcp_cli.cost.profile import Bandwidth, Coefficients, CostProfile, Heads, StepTerms, Sync, dump_cost_profile
 from fcp_cli.cost.recipe import LayerRecompute, Recipe, Recompute, check_recipe
 from fcp_cli.errors import UsageError
-from fcp_cli.memory.activations import recomputed_bytes, vision_bytes
+from fcp_cli.memory.activations import layer_bytes, recomputed_bytes, vision_bytes
 from fcp_cli.memory.items import RESERVE_FRACTION, precision_of
 from fcp_cli.memory.rank import rank_memory
 from fcp_cli.memory.state import WHOLE, Cut, State, backward_of, check_trained, trained_parameters
@@ -37,6 +37,9 @@ HOP_QUERIES = 0.75
 # Memory traffic of recomputed elementwise operations per byte available to backward, counted from transformers' layers
 # in bf16: 2.5 (3.4 for experts), and 4.3 to 5.1.
 MOVED_PER_RECOMPUTED_BYTE: Final[Mapping[Recompute, float]] = {"activation": 2.5, "elementwise": 5.0}
+# Memory traffic of a layer's elementwise operations, forward and backward, per byte that the layer saves for backward.
+# Counted from transformers' Llama and Qwen3 layers in fp32, over widths of queries and MLP: 6.6 to 10.3.
+MOVED_PER_SAVED_BYTE: Final = 8.4
 _ELEMENTWISE_EFFICIENCY = 0.8  # share of memory bandwidth; assumed
 _LEAST_OPERATIONS_PER_BYTE = 300.0  # for unknown bandwidth: as of the H100, the highest ratio known
 
@@ -249,19 +252,22 @@ class _Job:
         return size / self.cluster.memory_bytes_per_second / self.cut.devices
 
     def elementwise_seconds_per_token(self, *, reached: float) -> float:
-        """Return seconds per token of recomputed elementwise operations, which are bound by memory bandwidth.
+        """Return seconds per token of elementwise operations that the efficiency of matrices does not cover.
 
-        Recomputed matrices need no such term: their efficiency covers the entire layer.
+        These are the recomputed ones without their matrices. On CPU ranks they are all: the narrow layers that train
+        there spend a third of their time in them, and the efficiency is that of matrices alone.
         """
-        moved = MOVED_PER_RECOMPUTED_BYTE.get(self.recipe.recompute)
-        if moved is None:
-            return 0.0
+        precision = precision_of(self.recipe)
+        saved = recomputed = 0.0
+        for kind, count in self.spec.kinds.items():
+            if self.cluster.is_host:
+                saved += count * layer_bytes(self.spec, kind, precision)
+            if self.recipe.recompute in MOVED_PER_RECOMPUTED_BYTE:
+                recomputed += count * recomputed_bytes(self.spec, kind, self.recipe, precision)
+        moved = MOVED_PER_SAVED_BYTE * saved * (1 + 2 * reached) / 3
+        moved += reached * MOVED_PER_RECOMPUTED_BYTE.get(self.recipe.recompute, 0.0) * recomputed
         rate = self.cluster.memory_bytes_per_second or self.cluster.peak_flops / _LEAST_OPERATIONS_PER_BYTE
-        size = sum(
-            count * recomputed_bytes(self.spec, kind, self.recipe, precision_of(self.recipe))
-            for kind, count in self.spec.kinds.items()
-        )
-        return reached * moved * size / (rate * _ELEMENTWISE_EFFICIENCY) / self.cut.devices
+        return moved / (rate * _ELEMENTWISE_EFFICIENCY) / self.cut.devices
 
     def offload_seconds_per_token(self, linear_seconds: float) -> float:
         """Return seconds per token of host offloading that computation does not hide.
