@@ -116,7 +116,8 @@ def test_a_long_plan_interrupted_by_ctrl_c_continues_to_the_same_plan(tmp_path: 
 
     def has_kept_a_step() -> bool:
         assert process.poll() is None
-        return (tmp_path / ".plan.parquet.journal" / "000000.steps").exists()
+        kept = tmp_path / ".plan.parquet.journal" / "000000.steps"
+        return kept.exists() and kept.stat().st_size > 4096  # more than where it begins
 
     wait_until(has_kept_a_step, every_seconds=0.01)
     process.send_signal(signal.SIGINT)
