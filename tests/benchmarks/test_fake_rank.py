@@ -113,7 +113,7 @@ _DEEP = """\
 format: fcp-model/1
 name: deep-tiny
 architecture: qwen3
-text: {num_layers: 6, hidden_size: 128, num_heads: 4, num_kv_heads: 2, head_dim: 32, ffn_size: 384, vocab_size: 256, \
+text: {num_layers: 4, hidden_size: 128, num_heads: 4, num_kv_heads: 2, head_dim: 32, ffn_size: 384, vocab_size: 256, \
 tied_embeddings: true, qk_norm: true}
 """
 

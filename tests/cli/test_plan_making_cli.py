@@ -22,6 +22,14 @@ from tests.plan.counted_peers import plan_peers
 from tests.planning.examples import example_profile
 from tests.planning.strategies.test_split_heads import HEADS
 
+# `fcp` that keeps the steps of a short plan, and every thirty of them, where only long ones are kept, by the thousand.
+IN_SHORT_WINDOWS = """
+from fcp_cli.cli import app
+from fcp_cli.planning import journal, make_plan
+journal._ROWS_PER_WINDOW, make_plan._JOURNAL_FROM_STEPS = 256, 1
+app.main()
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -100,15 +108,16 @@ def test_a_strategy_that_splits_heads_brings_its_attention(folder: Path, solver:
 
 @pytest.mark.processes
 def test_a_long_plan_interrupted_by_ctrl_c_continues_to_the_same_plan(tmp_path: Path) -> None:
-    write_dataset(tmp_path, sequences=40_000)
-    command = [sys.executable, "-m", "fcp_cli", "plan", "dataset.parquet", *EIGHT_RANKS, "--workers", "1"]
+    write_dataset(tmp_path, sequences=8_000)
+    command = [sys.executable, "-c", IN_SHORT_WINDOWS, "plan", "dataset.parquet", *EIGHT_RANKS, "--workers", "1"]
     process = subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ, "NO_COLOR": "1"}
     )
 
     def has_kept_a_step() -> bool:
         assert process.poll() is None
-        return (tmp_path / ".plan.parquet.journal" / "000000.steps").exists()
+        kept = tmp_path / ".plan.parquet.journal" / "000000.steps"
+        return kept.exists() and kept.stat().st_size > 4096  # more than where it begins
 
     wait_until(has_kept_a_step, every_seconds=0.01)
     process.send_signal(signal.SIGINT)

@@ -3,7 +3,8 @@
 A rank of the bundled trainer imports PyTorch and transformers for four to five seconds of processor time, and then trains
 a tiny model for less than one; `fcp launch` and torchrun import for two to four each. With this folder on PYTHONPATH
 torchrun's ranks are forked from a process that imported what they need: same agent, same process group, same signals, same
-logs, and a process with a session of its own for each rank. With `shared()` in the environment, so are torchrun and fcp.
+logs, and a process with a session of its own for each rank. With `shared()` in the environment, so are torchrun, fcp and
+the planner processes of jobs without a plan, in which the compiled planner is loaded already.
 Scripts, whose start fcp changes, start as users start them, but for jobs with `shared_by_scripts()`.
 """
 
@@ -22,6 +23,7 @@ _OF_ALL_WORKERS = "FCP_TESTS_SERVER"
 _EVERY_PROGRAM = (
     "torch.distributed.run",
     "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
     "pandas",
     "peft",
     "pydantic.type_adapter",

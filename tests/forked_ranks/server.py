@@ -49,9 +49,15 @@ _LATER = {
         "fcp_cli.launching.checks",
         "fcp_cli.launching.commands",
         "fcp_cli.launching.supervise",
-        "fcp_cli.launching.supervise",
         "fcp_cli.util.machine",
         "pandas",
+    ),
+    "fcp_cli.planning": ("tests.forked_ranks.loaded_planner",),
+    "tests.runtime.workers.vision_worker": (
+        "fcp_cli.integrations.transformers",
+        "torch.distributed.fsdp",
+        "transformers.models.internvl.modeling_internvl",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
     ),
     "fcp_cli.runtime": (
         "fcp_cli.integrations.transformers",
@@ -62,7 +68,7 @@ _LATER = {
     ),
 }
 
-_PACKAGES = ("fcp_cli", "fcp_cli.runtime")
+_PACKAGES = ("fcp_cli", "fcp_cli.planning", "fcp_cli.runtime")
 
 
 def serve(listener: socket.socket, modules: list[str]) -> None:
@@ -199,7 +205,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> int:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(environment)
-    name = f"rank {environment['RANK']}" if "RANK" in environment else program[0].rpartition(".")[2]
+    is_rank = "RANK" in environment and program[0] != "fcp_cli.planning"  # a planner has its rank's environment
+    name = f"rank {environment['RANK']}" if is_rank else program[0].rpartition(".")[2]
     Path("/proc/self/comm").write_text(name)  # for `is_rank`
     _limit_threads()
     sys.argv = program

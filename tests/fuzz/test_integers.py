@@ -9,12 +9,15 @@ import pytest
 import typer.main
 
 from fcp_cli.cli.app import app
-from tests.cli.planning_folder import fcp
+from tests.cli.planning_folder import fcp, write_dataset
 from tests.fuzz.folder import SeedFolder
 from tests.fuzz.judgement import judged
 from tests.fuzz.kind import Input
+from tests.fuzz.planning_kinds import PLANS, run_fcp
+from tests.fuzz.run_kinds import write_runs
+from tests.manifest.datasets import write_jsonl
 
-# Seeds are of all kinds, some of which need these.
+# A launch and a self-test look for devices.
 pytestmark = [pytest.mark.torch, pytest.mark.hf, pytest.mark.processes]
 
 _PLANNED = "--ranks 4 --ranks-per-node 2 --tokens-per-rank 8192 --global-batch-size 16"
@@ -50,6 +53,17 @@ def integer_options(command: Any, *verbs: str) -> Iterator[tuple[str, str]]:
 
 
 OPTIONS = list(integer_options(typer.main.get_command(app)))
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> SeedFolder:
+    """What the commands read, alone: the seeds of all kinds take many times as long."""
+    folder = tmp_path_factory.mktemp("seeds")
+    write_dataset(folder, sequences=32)
+    run_fcp(folder, f"plan {PLANS['plan.parquet']} -o plan.parquet")
+    write_runs(folder)
+    write_jsonl(folder / "texts.jsonl", [{"text": "word " * i, "id": i} for i in range(1, 13)])
+    return SeedFolder(folder)
 
 
 def test_every_command_with_whole_numbers_is_tried() -> None:

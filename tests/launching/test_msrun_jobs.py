@@ -112,6 +112,11 @@ def write_script(folder: Path, text: str) -> str:
     return "script.py"
 
 
+def forked_under(msrun: str) -> dict[str, str]:
+    """What has the server of all jobs fork the ranks of the fake, where each would import PyTorch."""
+    return shared_by_scripts() if msrun == "fake" else {}
+
+
 def launch(*words: str) -> tuple[str, ...]:
     return ("launch", "--launcher", "msrun", "--device", "cpu", *words)
 
@@ -136,8 +141,7 @@ def test_a_script_gets_torch_s_words_for_msrun_s_variables(msrun: str, folder: P
 
 @pytest.mark.torch
 def test_the_bundled_trainer_runs_on_four_gloo_ranks(msrun: str, plans: Path) -> None:
-    forked = shared_by_scripts() if msrun == "fake" else {}
-    done = run_fcp(*launch("--run-dir", f"runs/{msrun}"), folder=plans, **forked)
+    done = run_fcp(*launch("--run-dir", f"runs/{msrun}"), folder=plans, **forked_under(msrun))
     assert done.returncode == 0, done.stderr
     assert "done: steps 1 to 2" in done.stderr
     lines = (plans / "runs" / msrun / "metrics.jsonl").read_text().splitlines()
@@ -207,7 +211,7 @@ _TRAINS = "from fcp_cli import runtime\nruntime.start(fetch=lambda row: [1] * 40
 def test_a_master_that_does_not_answer_is_named_in_time(msrun: str, folder: Path) -> None:
     where = ("--nodes", "2", "--node-rank", "1", "--master-addr", "198.51.100.1", "--run-dir", "run")
     script = write_script(folder, _TRAINS)
-    done = run_fcp(*launch(*where, "--join-timeout", "3", "--", script), folder=folder)
+    done = run_fcp(*launch(*where, "--join-timeout", "3", "--", script), folder=folder, **forked_under(msrun))
     assert done.returncode == 1
     rank = "3" if "error: rank 3" in done.stderr else "2"  # which one gives up first
     assert done.stderr.splitlines()[-1] == (

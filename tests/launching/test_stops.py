@@ -39,7 +39,7 @@ for step in session.steps(fcp.GradientSync()):
     for batch in step:
         qkv = (batch.input_ids[0, :, None] * 0 + weight)[None, None]  # [1, 1 head, tokens, 4]
         batch.normalised(fcp.attention(qkv, qkv, qkv).sum()).backward()
-    time.sleep(0.02)
+    time.sleep(0.1)
     begun(step.index)
     if ASKS and fcp.stopping():
         save(session.next_step)
@@ -59,7 +59,7 @@ for step in range(100_000):
 
 def stopped(folder: Path, script: str, *words: str) -> tuple[int, list[str]]:
     """Start a script on two ranks, send fcp SIGTERM in its second step; return exit status and what fcp said."""
-    write_small_plan(folder / "plan.parquet", write_manifest(folder), steps=3000, num_ranks=2)
+    write_small_plan(folder / "plan.parquet", write_manifest(folder), steps=600, num_ranks=2)
     (folder / "script.py").write_text(BEGIN + script)
     command = fcp_command("launch", "--grace", "200", *words, "--", "script.py")
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as fcp:

@@ -32,7 +32,7 @@ from tests.runtime.vision_models import (
     rows,
     unmodified,
 )
-from tests.runtime.workers.vision_worker import APART, CASES, ITERATION, SHARED_WAVES, WAVES
+from tests.runtime.workers.vision_worker import APART, CASES, ITERATION, MORE_CASES, SHARED_WAVES, WAVES
 
 pytestmark = [pytest.mark.torch, pytest.mark.hf]
 
@@ -165,22 +165,22 @@ def test_pixels_belong_to_the_data_not_to_the_call(tmp_path: Path) -> None:
 
 
 @cache
-def gloo_job() -> tuple[dict[str, list[Replayed]], dict[tuple[str, VisionCase], Replayed]]:
-    """Case -> what each rank computed, and what one process computes; one launch serves all cases."""
+def gloo_job(*, full: bool) -> tuple[dict[str, list[Replayed]], dict[tuple[str, VisionCase], Replayed]]:
+    """Case -> what each rank computed, and what one process computes; one launch serves all examples."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_plans(folder)
-        torchrun("-m", "tests.runtime.workers.vision_worker", name, num_ranks=NUM_RANKS)
+        torchrun("-m", "tests.runtime.workers.vision_worker", name, *(["full"] if full else []), num_ranks=NUM_RANKS)
         found: dict[str, list[Replayed]] = {}
         for path in sorted(folder.glob("*.pickle")):
             found.setdefault(path.stem.rpartition("-")[0], []).append(pickle.loads(path.read_bytes()))
-        unlike = {(plan, of_one_process(case)) for plan, case in CASES.values()}
+        unlike = {of_one_process(plan, case) for plan, case in map(CASES.__getitem__, found)}
         return found, {(plan, case): alone(case, folder / f"{case.family}-{plan}") for plan, case in unlike}
 
 
-def of_one_process(case: VisionCase) -> VisionCase:
-    """The case without what changes nothing in one process."""
-    return replace(case, recompute="off", wrapping="none")
+def of_one_process(plan: str, case: VisionCase) -> tuple[str, VisionCase]:
+    """The plan and the case without what changes nothing in one process."""
+    return WAVES if plan == SHARED_WAVES else plan, replace(case, recompute="off", wrapping="none")
 
 
 def write_plans(folder: Path) -> None:
@@ -205,10 +205,12 @@ def write_plans(folder: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in MORE_CASES else ()) for name in CASES]
+)
 def test_gloo_ranks_compute_the_gradients_of_one_process(name: str) -> None:
     plan, case = CASES[name]
-    jobs, references = gloo_job()
+    jobs, references = gloo_job(full=name in MORE_CASES)
     assert len(jobs[name]) == NUM_RANKS
     for found in jobs[name]:
-        assert_agrees(found, references[plan, of_one_process(case)])
+        assert_agrees(found, references[of_one_process(plan, case)])

@@ -34,7 +34,6 @@ from tests.training.small_runs import ranks_in, run_fcp, write_manifest, write_s
 pytestmark = [pytest.mark.distributed, pytest.mark.hf]
 
 STEPS = 12
-PLANNED_STEPS = 300
 # More than a run that is to be stopped could take while somebody slow reads a line: twenty seconds on a quick machine.
 LONG_STEPS = 1000
 SETTINGS = ("--model", "qwen3-tiny", "--learning-rate", "3e-3", "--log-every", "1")
@@ -53,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a user has it after `fcp manifest build` and `fcp plan`."""
     folder = tmp_path_factory.mktemp("runs")
     manifest = write_manifest(folder)
-    write_small_plan(folder / "plan.parquet", manifest, steps=PLANNED_STEPS)
+    write_small_plan(folder / "plan.parquet", manifest, steps=4)
     write_small_plan(folder / "long.parquet", manifest, steps=LONG_STEPS)
     write_small_plan(folder / "waves.parquet", manifest, steps=4, sync="microbatch", num_ranks=2)
     return folder

@@ -36,6 +36,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # peft asks for it
 ]
 
+# Bucket of lengths -> loss per token, and tokens.
+HeldOut = dict[int, tuple[float, int]]
 _folders: list[Path] = []
 
 
@@ -45,6 +47,7 @@ def no_leftovers() -> Iterator[None]:
     while _folders:
         shutil.rmtree(_folders.pop())
     job.cache_clear()
+    alone.cache_clear()
 
 
 @cache
@@ -57,13 +60,25 @@ def job(*names: str) -> Path:
     return folder
 
 
+@cache
+def alone(folder: Path, name: str) -> tuple[list[float], dict[str, torch.Tensor], dict[int, HeldOut]]:
+    """What one process makes of a case: losses, trained weights and, of the evaluated ones, losses of held-out rows by step."""
+    case, held_out = {**CASES, **FULL}[name], dict[int, HeldOut]()
+
+    def after(step: int, model: Any) -> None:
+        if name in EVALUATED and ((step + 1) % EVALUATED_EVERY == 0 or step + 1 == STEPS):
+            held_out[step] = evaluate_alone(folder, case, model)
+
+    return *train_alone(folder, case, after), held_out
+
+
 def losses_of(run_dir: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if line["kind"] == "step"]
 
 
 def check(folder: Path, name: str, case: Case) -> None:
     """Losses of every step, and the export, which libraries load bit for bit."""
-    losses, weights = train_alone(folder, case)
+    losses, weights, _ = alone(folder, name)
     assert len(losses) == STEPS
     assert losses_of(folder / "runs" / name) == pytest.approx(losses, rel=1e-12)
     exported = reloaded(folder, name, case)
@@ -129,20 +144,14 @@ def test_evaluation_changes_no_bit_of_training(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_losses_of_held_out_rows_are_those_of_one_process(name: str) -> None:
-    folder, case = job(*CASES), CASES[name]
-    expected: dict[int, dict[int, tuple[float, int]]] = {}
-
-    def after(step: int, model: Any) -> None:
-        if (step + 1) % EVALUATED_EVERY == 0 or step + 1 == STEPS:
-            expected[step] = evaluate_alone(folder, case, model)
-
-    train_alone(folder, case, after)
+    folder = job(*CASES)
+    _, _, expected = alone(folder, name)
     records = [
         line
         for line in read_metrics(folder / "runs" / f"{name}, evaluated" / "metrics.jsonl")
         if line["kind"] == "eval"
     ]
-    assert [record["step"] for record in records] == list(expected) == [2, 5, 6]
+    assert [record["step"] for record in records] == list(expected) == [1, 3, 4]
     for record in records:
         buckets = expected[record["step"]]
         found = {one["up_to_tokens"]: (one["loss"], one["tokens"]) for one in record["buckets"]}

@@ -24,9 +24,9 @@ from tests.runtime.vision_inputs import Inputs
 
 _VISION = FAMILIES["qwen3_vl"]
 NUM_RANKS = 4
-STEPS = 7
-SAVED_STEPS = 4
-EVALUATED_EVERY = 3
+STEPS = 5
+SAVED_STEPS = 3
+EVALUATED_EVERY = 2
 # These train once more with evaluations between the steps.
 EVALUATED = ("adapters, 2", "adapters as needed, 3", "frozen, 1")
 VOCAB_SIZE = 64

@@ -115,7 +115,7 @@ def test_a_line_without_an_end_is_refused_with_its_number() -> None:
         "plan /dev/zero -o out.parquet",
         "--config /dev/zero list models",
         "manifest build hole.json --kind media --processor qwen3-vl -o out.parquet",
-        pytest.param("manifest build hole.jsonl -o out.parquet", marks=pytest.mark.processes),
+        "manifest build hole.jsonl --workers 1 -o out.parquet",
         "manifest build hole.jsonl --kind media --processor qwen3-vl -o out.parquet",
         "plan hole.jsonl -o out.parquet",
         "plan hole.csv -o out.parquet",

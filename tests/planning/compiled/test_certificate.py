@@ -211,16 +211,13 @@ class Exhaustive:
         def wave(todo: int, ranks: int) -> float:
             if not todo:
                 return 0.0
-            first = todo & -todo
-            return min(
-                (
-                    max(seconds(pack, group), wave(todo & ~pack, ranks & ~group))
-                    for pack in _subsets(todo)
-                    if pack & first
-                    for group in _subsets(ranks)
-                ),
-                default=math.inf,
-            )
+            first, best = todo & -todo, math.inf
+            for pack in _subsets(todo):
+                if pack & first:
+                    for group in _subsets(ranks):
+                        if (own := seconds(pack, group)) < best:
+                            best = min(best, max(own, wave(todo & ~pack, ranks & ~group)))
+            return best
 
         @cache
         def waves(todo: int) -> float:

@@ -32,11 +32,13 @@ class _OnCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.to:
             args = tuple(_CPU if isinstance(arg, (str, torch.device)) else arg for arg in args)
+        if not kwargs:
+            return function(*args)
+        named = dict(kwargs)
         if isinstance(named.get("device"), (str, int, torch.device)) and "cpu" not in str(named["device"]):
             named["device"] = "cpu"
         named.pop("pin_memory", None)

@@ -350,18 +350,22 @@ def global_batches(plan: Path) -> Iterator[list[int]]:
         yield sorted(step.sequences.tolist())
 
 
+def is_of_packs(case: Case) -> bool:
+    """Whether the loss of the case's router looks at a pack as a whole."""
+    return bool(case.settings.get("moe_router_load_balancing_type") == "aux_loss")
+
+
 Named = Mapping[str, Tensor]
 
 
 def whole_gradients(plan: Path, case: Case) -> tuple[Named, list[Named]]:
-    """The weights of a model that one process holds whole, and its gradient of each step."""
+    """The weights of a model that one process holds whole, and its gradient of each step, without recomputation."""
     dataset = dataset_of(plan, case)
-    alone = tiny.config(**{name: value for name, value in case.settings.items() if name not in SHARED})
+    alone = tiny.config(**{name: value for name, value in case.settings.items() if name not in (*SHARED, *FULL)})
     whole = tiny.build(alone, rope=case.rope, hybrid=case.hybrid)
     expected: list[Named] = []
-    is_of_packs = case.settings.get("moe_router_load_balancing_type") == "aux_loss"
     for rows, packs in zip(global_batches(plan), packs_of(plan), strict=True):
-        gradient_alone(whole, dataset, rows, packs if is_of_packs else None)
+        gradient_alone(whole, dataset, rows, packs if is_of_packs(case) else None)
         expected.append({name: gradient(parameter).clone() for name, parameter in whole.named_parameters()})
         if alone.moe_router_enable_expert_bias:  # by the counts of all processes, which are equal
             finalize._update_router_expert_bias([whole], alone)
@@ -465,7 +469,7 @@ def dataset_of(plan: Path, case: Case) -> tiny.Sequences:
 def gradients_alone(plan: Path, case: Case) -> np.ndarray:
     """[steps, parameters] of one process that runs sequence by sequence with Megatron's own attention."""
     dataset = dataset_of(plan, case)
-    settings = tiny.config(**{**case.settings, "recompute_granularity": None})
+    settings = tiny.config(**{name: value for name, value in case.settings.items() if name not in FULL})
     model = tiny.build(settings, rope=case.rope, hybrid=case.hybrid)
     return np.stack([gradient_alone(model, dataset, rows) for rows in global_batches(plan)])
 
@@ -850,10 +854,10 @@ def main(folder: Path, names: list[str]) -> None:
         whole = whole_models(folder, cases)
         leave_alone(folder, cases)
     gc.freeze()  # the end of each case collects its groups, and need not walk all modules for them
-    alike: dict[tuple[int, ...], list[str]] = {}
+    layouts: dict[tuple[int, ...], list[str]] = {}
     for name, case in cases.items():
-        alike.setdefault(layout_of(case), []).append(name)
-    for together in alike.values():
+        layouts.setdefault(layout_of(case), []).append(name)
+    for together in layouts.values():
         with joined(cases[together[0]]):  # once for all of them: making process groups takes as long as many cases
             for name in together:
                 torch.compiler.set_stance("default" if name == COMPILED else "force_eager")
@@ -873,24 +877,38 @@ def leave_refusals(folder: Path) -> None:
 
 def whole_models(folder: Path, cases: Mapping[str, Case]) -> dict[str, tuple[Named, list[Named]]]:
     """The `whole_gradients` of all cases with shares, of which each rank makes some. Collective."""
-    biased = {name for name, case in cases.items() if case.settings.get("moe_router_enable_expert_bias")}
-    parallel = [name for name in PARALLEL_CASES if name in cases]
-    own = set([name for name in parallel if name not in biased][dist.get_rank() :: dist.get_world_size()])
+    wanted = alike(folder, {name: case for name, case in PARALLEL_CASES.items() if name in cases})
+    biased = [names for names in wanted if cases[names[0]].settings.get("moe_router_enable_expert_bias")]
+    own = [names for names in wanted if names not in biased][dist.get_rank() :: dist.get_world_size()]
     made = {
-        name: whole_gradients(folder / cases[name].plan, cases[name])
-        for name in parallel
-        if name in own | biased  # whose update is collective
+        names: whole_gradients(folder / cases[names[0]].plan, cases[names[0]])
+        for names in wanted
+        if names in own or names in biased  # whose update is collective
     }
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, made)
-    return {name: whole for of_rank in everyone for name, whole in of_rank.items()}
+    return {name: whole for of_rank in everyone for names, whole in of_rank.items() for name in names}
 
 
 def leave_alone(folder: Path, cases: Mapping[str, Case]) -> None:
     """The gradients of one process in all cases without shares, of which each rank makes some."""
-    for name in [name for name in CASES if name in cases][dist.get_rank() :: dist.get_world_size()]:
-        found = gradients_alone(folder / cases[name].plan, cases[name])
-        (folder / f"{name}-alone.pickle").write_bytes(pickle.dumps(found))
+    wanted = alike(folder, {name: case for name, case in CASES.items() if name in cases})
+    for names in wanted[dist.get_rank() :: dist.get_world_size()]:
+        found = pickle.dumps(gradients_alone(folder / cases[names[0]].plan, cases[names[0]]))
+        for name in names:
+            (folder / f"{name}-alone.pickle").write_bytes(found)
+
+
+def alike(folder: Path, cases: Mapping[str, Case]) -> list[tuple[str, ...]]:
+    """Names of cases that one process computes alike, together: the same model on the same rows."""
+    found: dict[str, list[str]] = {}
+    for name, case in cases.items():
+        plan = folder / case.plan
+        packs = list(packs_of(plan)) if is_of_packs(case) else None
+        kept = {setting: value for setting, value in case.settings.items() if setting not in (*SHARED, *FULL)}
+        model = (sorted(kept.items()), case.rope, case.hybrid, case.packed, case.masked)
+        found.setdefault(repr((lengths_of(plan), list(global_batches(plan)), packs, model)), []).append(name)
+    return [tuple(names) for names in found.values()]
 
 
 def leave_case(folder: Path, name: str, case: Case, whole: Mapping[str, tuple[Named, list[Named]]]) -> None:

@@ -84,12 +84,11 @@ VIRTUAL_STAGES = (
     tuple(Row([0], lengths, wave) for wave, lengths in enumerate(([9, 8, 7], [6, 5, 4, 3, 2], (), ()))),
 )
 _EXPERTS = {"num_moe_experts": 4}
-EQUAL = ("plain", "core attention recomputed", "two forwards recomputed", "overlapped", "gathering in waves", "mrope",
+EQUAL = ("plain", "core attention recomputed", "two forwards recomputed", "gathering in waves", "mrope",
          "engine two forwards recomputed", "sharing heads", "packed", "latent",
          "several tokens, two forwards recomputed", "masked, two forwards recomputed",
          "as needed", "as needed on the engine")  # fmt: skip
 SHARES = (
-    "sequence",
     "sequence as needed",
     "pipelines as needed",
     "pipeline recomputed",
@@ -113,14 +112,14 @@ HYBRID_SHARES = ("balanced experts in a hybrid pipeline",) if HAS_HYBRID_MODEL e
 # Megatron-FSDP needs it.
 HAS_EINOPS = find_spec("einops") is not None
 SHARDED = ("sharded, recomputed",) if HAS_EINOPS else ()
-# What other cases cover by example.
-MORE_EQUAL = ("recomputed", "two forwards", "distributed optimizer", "gathering", "waves", "yarn", "engine",
+# What other cases cover by example, or test_rendezvous.py with one hardware queue.
+MORE_EQUAL = ("recomputed", "two forwards", "overlapped", "distributed optimizer", "gathering", "waves", "yarn", "engine",
               "engine core attention recomputed", "packed in waves recomputed", "engine packed", "latent with YaRN",
               "latent without a query rank", "latent, sharing heads", "several tokens", "several tokens, sharing heads",
               "several tokens of packs", "several tokens on the engine", "masked", "masked, sharing heads",
               "as needed, experts", "as needed, gathering",
               *(("sharded", "sharded gradients") if HAS_EINOPS else ()))  # fmt: skip
-MORE_SHARES = ("tensor", "tensor recomputed", "tensor as needed", "pipeline", "unequal pipelines", "four stages", "engine pipeline",
+MORE_SHARES = ("sequence", "tensor", "tensor recomputed", "tensor as needed", "pipeline", "unequal pipelines", "four stages", "engine pipeline",
                "experts", "balanced experts",
                "balanced experts recomputed", "balanced experts in sequence", "latent in a pipeline",
                "virtual stages", "virtual stages, overlapped", "virtual stages receiving ahead",

@@ -89,9 +89,10 @@ GRADIENT_CASES: Mapping[str, tuple[str, Case]] = {
     ),
     "llama fsdp fp32": (WAVES, Case(family="llama", wrapping="fsdp", dtype=torch.float32)),
 }
-# What the others cover by example.
+# What the others cover by example, or test_rendezvous.py with one hardware queue.
 MORE_CASES = frozenset(
     {
+        *("ddp waves", "fsdp recomputed", "hsdp"),
         *("plain fp32", "labels", "ddp", "ddp fp32", "fsdp", "fsdp fp32", "hsdp step", "hsdp kept waves"),
         *("fsdp kept", "fsdp kept fp32", "fsdp kept labels", "fsdp kept waves"),
         *("qwen3 fsdp kept", "qwen3 fsdp", "qwen3 chunked", "qwen3 ddp chunked", "llama fsdp fp32"),

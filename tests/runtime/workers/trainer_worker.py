@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -354,10 +354,16 @@ def hook() -> None:
     hook_trainer(transformers.trainer)
 
 
+def script_of(run: Callable[[Path], Any]) -> Hashable:
+    """What two cases share that run the same script, under whatever plans."""
+    return (run.func, run.args, repr(run.keywords)) if isinstance(run, partial) else run
+
+
 def main(folder: Path, wanted: list[str], cases: Cases, refusals: Cases, hook: Callable[[], None] = hook) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    plain: dict[Hashable, Any] = {}  # unmodified, cases of one script are the same run
     for phase in ("plain", "planned"):
         if phase == "planned":
             hook()
@@ -375,9 +381,11 @@ def main(folder: Path, wanted: list[str], cases: Cases, refusals: Cases, hook: C
             if phase == "planned":
                 os.environ["FCP_METRICS"] = str(own / "metrics.jsonl")
             try:
-                result = run(own)
+                result = plain[script_of(run)] if phase == "plain" and script_of(run) in plain else run(own)
             except FcpError as error:
                 result = str(error)
+            if phase == "plain":
+                plain[script_of(run)] = result
             (own / f"{dist.get_rank()}.pickle").write_bytes(pickle.dumps(result))
     leave_job()
 

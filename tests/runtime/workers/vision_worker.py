@@ -1,6 +1,6 @@
 """One rank of a job that trains a vision-language model in many ways; each leaves `CASE-RANK.pickle` in a folder.
 
-Run by torchrun as `-m tests.runtime.workers.vision_worker FOLDER`. The folder holds the plans.
+Run by torchrun as `-m tests.runtime.workers.vision_worker FOLDER [full]`. The folder holds the plans.
 """
 
 from __future__ import annotations
@@ -48,13 +48,21 @@ CASES: Mapping[str, tuple[str, VisionCase]] = {
     "internvl ddp frozen": (ITERATION, VisionCase(family="internvl", wrapping="ddp", frozen=True)),
     "internvl fsdp recomputed": (WAVES, VisionCase(family="internvl", wrapping="fsdp", recompute="non-reentrant")),
 }
+# What the others cover by example, or test_rendezvous.py with one hardware queue.
+MORE_CASES = frozenset(
+    {
+        *("ddp", "fsdp recomputed", "recomputed"),
+        *("qwen2_5_vl fsdp recomputed", "internvl ddp frozen", "internvl fsdp recomputed"),
+    }
+)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, full: bool) -> None:
     faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
-    for name, (plan, case) in CASES.items():
+    for name in (name for name in CASES if (name in MORE_CASES) == full):
+        plan, case = CASES[name]
         with start(folder / f"{case.family}-{plan}", fetch(case)) as session, in_double(case):
             found = gradients_on_rank(session, *build(case))
         (folder / f"{name}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(found))
@@ -62,4 +70,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), full="full" in sys.argv[2:])
