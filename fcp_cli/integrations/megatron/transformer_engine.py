@@ -35,6 +35,7 @@ _VARIABLE = "FCP_ATTENTION"
 _ENGINE, _OWN = "transformer-engine", "ring"
 _CORE = "TEDotProductAttention"
 _PEER_TO_PEER = "p2p"
+_BATCHED = "NVTE_BATCH_MHA_P2P_COMM"  # read in every call of Transformer Engine's rings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +136,8 @@ def make_rings(
         core.cp_comm_type = _PEER_TO_PEER
         if type(core).cp_stream is None:  # Megatron creates it only for a static group
             type(core).cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    # Single sends, its default, would make a communicator per pair of ranks within the first step.
+    os.environ.setdefault(_BATCHED, "1")
     groups = {}
     for members in _members(planned, peers):
         group = dist.new_group(list(members), timeout=rank_timeout(device))

@@ -7,6 +7,7 @@ process group), and computes with fcp's ring over that group.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from types import ModuleType
@@ -86,6 +87,8 @@ class DotProductAttention(nn.Module):
         ranks = tuple(dist.get_process_group_ranks(self.cp_group))
         assert self.cp_comm_type == "p2p" and self.cp_stream is not None
         assert list(ranks) == self.cp_global_ranks
+        # It sends one by one otherwise, for which NCCL makes a communicator per pair of ranks within the step.
+        assert int(os.getenv("NVTE_BATCH_MHA_P2P_COMM", "0"))
         assert all(length % (2 * len(ranks)) == 0 for length in lengths), lengths
         return Ring(
             layout=shard_layout(lengths, len(ranks)),
