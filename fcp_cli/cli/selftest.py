@@ -153,7 +153,6 @@ def _print_commands(options: SelftestOptions) -> None:
 
 def _finish(report: SelftestReport, options: SelftestOptions) -> None:
     """Write the JSON report, print the block or (--json) the report, and exit with 1 if a check failed."""
-
     from fcp_cli.util.files import write_json_atomically
 
     document = report.document()

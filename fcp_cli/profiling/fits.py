@@ -229,6 +229,8 @@ def _prior(samples: SamplesFile, spec: ModelSpec, recipe: Recipe, sync: Sync, *,
     Ulysses all-to-alls are priced if they were measured or the cluster has message costs.
     """
     prior = replace(_computed(samples, spec, recipe, sync), measurement={})
+    if samples.subject.cluster == THIS_MACHINE:  # what a chunk costs its cores is in the hops that were timed
+        prior = replace(prior, coefficients=replace(prior.coefficients, chunk_seconds_per_token=0.0))
     intra = _transfer_figures(samples, "intra_node")
     latency, bandwidth = intra or (0.0, 0.0)
     if shares_heads:

@@ -163,7 +163,13 @@ def test_pipelines_that_recompute_as_needed_are_quicker_than_with_one_kind() -> 
     def found(recompute: Literal["as-needed", "none", "selective"]) -> tuple[Problem, float, Assumptions]:
         recipe = RecipeRequest(recompute=recompute, zero="1")
         request = PlanRequest(
-            model="qwen3-8b", cluster="ascend910b-8x8", ranks=4, pipeline_parallel=4, recipe=recipe, sync="microbatch"
+            model="qwen3-8b",
+            cluster="ascend910b-8x8",
+            ranks=4,
+            pipeline_parallel=4,
+            virtual_stages=1,  # as-needed recomputation has no others
+            recipe=recipe,
+            sync="microbatch",
         )
         problem, _budget = resolve_problem(request, assumptions := Assumptions(), data=data)
         return problem, sampled_seconds(problem, data.sample(problem)), assumptions

@@ -196,12 +196,12 @@ def test_times_of_adapters_are_those_that_were_measured_less_what_frozen_matrice
     samples = samples_of(TRUTH)
     whole, tuned = (profile_from_samples(samples, request=RecipeRequest(lora=lora)) for lora in (None, "r=4"))
     assert tuned.recipe == replace(MEASUREMENT.recipe, lora="r=4")
-    expected = (2 + 3 * 0.0457) / 3  # adapters of rank 4 are 4.57 % of a tiny model's matrices
+    of_matrices = (2 + 3 * 0.0457) / 3  # adapters of rank 4 are 4.57 % of a tiny model's matrices
     ratio = tuned.coefficients.linear_seconds_per_token / whole.coefficients.linear_seconds_per_token
-    assert ratio == pytest.approx(expected, rel=1e-3)
+    assert of_matrices < ratio < (1 + of_matrices) / 2  # its elementwise operations, on CPU ranks a third, stay
     assert tuned.coefficients.attention_seconds_per_token2 == whole.coefficients.attention_seconds_per_token2
     assert tuned.memory.model_state_bytes < whole.memory.model_state_bytes
     assert tuned.measurement["assumed"][-1] == snapshot(
-        "coefficients: measured with the full language model trained, then scaled to the trained part: linear_seconds_per_token x 0.712"
+        "coefficients: measured with the full language model trained, then scaled to the trained part: linear_seconds_per_token x 0.814"
     )
     assert tuned.measurement["points"] == whole.measurement["points"]
