@@ -209,7 +209,7 @@ def given_profile(inputs: PlanInputs) -> Origin | None:
     return inputs.problem.profile.origin if is_given else None
 
 
-# Changes of settings that make steps faster than planning alone can: token budget, recomputation, sync, ranks.
+# Changes of settings that make steps faster than planning alone can: token budget, recomputation, sync, stages, ranks.
 
 _LEAST_GAIN: Final = 0.02  # smaller ones are within the cost model's error
 _AS_LONG: Final = 1.01
@@ -290,10 +290,21 @@ def _problems_to_try(inputs: PlanInputs) -> Iterator[Problem]:
             problem = problem_under(changed, inputs)
             if problem != inputs.problem and is_compiled(problem.sync):
                 yield problem
+    now, cluster = inputs.problem, inputs.budget.cluster
+    for stages in dict.fromkeys((now.pipeline_parallel // 2, 1)) if cluster and now.pipeline_parallel > 1 else ():
+        # On the same devices: fewer stages wait less, and more replicas share the sequences.
+        ranks = now.num_ranks * now.pipeline_parallel // stages
+        with suppress(FcpError):
+            fewer = replace(request, pipeline_parallel=stages, ranks=ranks)
+            basis = computed_basis(fewer, Assumptions(), cluster=cluster, data=inputs.data)
+            yield problem_from(fewer, *basis, Assumptions())
 
 
 def _flags(inputs: PlanInputs, problem: Problem) -> str:
     """Return the options that change a plan's problem to another one."""
+    if problem.pipeline_parallel != inputs.problem.pipeline_parallel:  # its recipe is then searched
+        ranks = "" if inputs.request.ranks is None else f" --ranks {problem.num_ranks}"
+        return f"--pipeline-parallel {problem.pipeline_parallel}{ranks}"
     now, then, words = inputs.problem.recipe, problem.recipe, []
     if now is not None and then is not None:
         names = ["zero_stage", "recompute", "offload", *(["reduce"] if then.zero_stage == 3 else [])]

@@ -24,7 +24,7 @@ from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.planner import Planner
 from fcp_cli.planning.recipe import RecipeCandidate, RecipeChoice, quickest_recipe, sampled_seconds
 from fcp_cli.planning.settings import PlanInputs, resolve, resolve_problem
-from fcp_cli.planning.verdict import problem_under
+from fcp_cli.planning.verdict import best_remedy, problem_under
 from fcp_cli.util.console import Assumptions
 from tests.planning.examples import compile_planner, long_tail
 
@@ -320,3 +320,18 @@ def test_virtual_stages_are_chosen_under_a_given_profile(tmp_path: Path) -> None
     given = {**PIPELINES, "model": None, "cluster": None, "profile": path}
     assert stages_of(inputs_of(tmp_path, **given)) > 1
     assert stages_of(inputs_of(tmp_path, sync="iteration", **given)) == 1
+
+
+def test_a_shorter_pipeline_on_the_same_devices_is_named_where_it_is_quicker(tmp_path: Path) -> None:
+    inputs = inputs_of(tmp_path, **{**PIPELINES, "pipeline_parallel": 4, "lengths": [8192] * 16})
+    assert inputs.data is not None
+    sample = inputs.data.sample(inputs.problem)
+    remedy, _tried = best_remedy(inputs, sample)
+    assert remedy is not None
+    words = remedy.flags.split()
+    asked = {"pipeline_parallel": int(words[1]), "ranks": int(words[3])}
+    assert words[::2] == ["--pipeline-parallel", "--ranks"]
+    assert asked["pipeline_parallel"] * asked["ranks"] == 32  # the devices of the plan
+    planned = inputs_of(tmp_path, **{**PIPELINES, "lengths": [8192] * 16, **asked})
+    taken = sampled_seconds(planned.problem, sample) / sampled_seconds(inputs.problem, sample)
+    assert taken == remedy.factor < 0.98
