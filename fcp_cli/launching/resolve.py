@@ -287,13 +287,10 @@ def model_of_run(run_dir: Path, model: str | None) -> str | None:
 
 def _plan(request: LaunchRequest, assumed: Assumptions) -> tuple[Path, PlanMetadata]:
     """Return the given or default plan; a dry run with --model may assume one."""
-    wanted = request.plan or DEFAULT_PLAN
-    if request.node_rank and not request.dry_run and not wanted.is_file():
-        raise PlanError(
-            f"node {request.node_rank} has no plan {wanted}; copy node 0's there: all nodes follow one plan"
-        )
-    if request.plan is not None or DEFAULT_PLAN.is_file():
-        plan = request.plan or DEFAULT_PLAN
+    plan = request.plan or DEFAULT_PLAN
+    if request.node_rank and not request.dry_run and not plan.is_file():
+        raise PlanError(f"node {request.node_rank} has no plan {plan}; copy node 0's there: all nodes follow one plan")
+    if request.plan is not None or plan.is_file():
         return plan, read_proven(plan)
     manifest = next(iter(request.manifest), None) or manifest_here()
     if request.dry_run and request.model is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from fcp_cli.manifest.table import (
 from fcp_cli.manifest.text import JsonLines, JsonLinesTokens, TextTokens
 from fcp_cli.manifest.tokenizer import open_tokenizer
 from fcp_cli.util.arrays import IntArray
+from fcp_cli.util.files import as_word
 from fcp_cli.util.masks import MASK_COLUMN, MaskedSequence
 from fcp_cli.util.parquet import open_parquet
 from fcp_cli.util.remote import data_path
@@ -178,7 +178,7 @@ def open_pictures(manifest_path: str | Path, *, kept: Path | None = None) -> Pic
 
 
 def _remedy(source: dict[str, Any], path: Path) -> str:
-    return f"build and plan again: {build_command(source, path)}, then fcp plan {shlex.quote(str(path))}"
+    return f"build and plan again: {build_command(source, path)}, then fcp plan {as_word(path)}"
 
 
 def _with_tokenizer(source: dict[str, Any], kept: Path | None) -> dict[str, Any]:

@@ -43,6 +43,7 @@ KEEP_PRODUCTS: Final[tuple[Recompute, ...]] = ("activation", "elementwise")
 """Kinds of recomputation that keep products, which tensor parallelism sums in place: ranks of one device alone do."""
 _SYNCS: Final[tuple[Sync, ...]] = ("iteration", "microbatch")
 _REDUCES: Final[tuple[Reduce, ...]] = ("wave", "step")
+_LEAST_BLOCK_LAYERS: Final = 2  # of a virtual stage: shorter blocks have little to hide their messages behind
 _STAGE_BUDGETS: Final = 5  # token budgets of pipelines whose stages recompute as needed
 
 # Most peers of a rank if groups are contiguous, as fcp's are. Pure rings are counted over all possible groups
@@ -56,9 +57,6 @@ def sharing_ranks(attention: SplitAttention | None, shape: RankShape) -> int:
     if attention is None:
         return 1
     return shape.num_ranks if attention == "ulysses" else shape.ranks_per_node
-
-
-_LEAST_BLOCK_LAYERS: Final = 2  # of a virtual stage: shorter blocks have little to hide their messages behind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

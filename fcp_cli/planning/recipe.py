@@ -429,11 +429,10 @@ class RecipeChoice:
     def reason(self) -> str:
         """Return the reason of an assumption: comparison with the runner-up."""
         (other, seconds), *_rest = self.others
-        stages = f", {other.fit.virtual_stages} virtual stages" * (self.fit.virtual_stages != other.fit.virtual_stages)
-        second = (
-            f"{other.fit.recipe.describe()}, sync {other.fit.sync}{stages}, takes {seconds / self.seconds - 1:+.1%}"
-        )
-        return f"the quickest of {self.tried} that fit; the second, {second}"
+        second = f"{other.fit.recipe.describe()}, sync {other.fit.sync}"
+        if other.fit.virtual_stages != self.fit.virtual_stages:
+            second += f", {other.fit.virtual_stages} virtual stages"
+        return f"the quickest of {self.tried} that fit; the second, {second}, takes {seconds / self.seconds - 1:+.1%}"
 
 
 def quickest_recipe(

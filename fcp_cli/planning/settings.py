@@ -35,6 +35,7 @@ from fcp_cli.planning.batches import (
     read_mixture,
 )
 from fcp_cli.planning.encoder_balance import balanced_encoder, with_encoder_ranks
+from fcp_cli.planning.fcp_solver import compile_missing
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.pipelines import pipeline_of, say_what_stages_recompute, with_recomputation
 from fcp_cli.planning.problem import Problem, whole_budget
@@ -420,15 +421,20 @@ def _with_quickest_stages(
 ) -> JobRanks:
     """Return the ranks with the number of virtual stages whose sampled steps are quickest under a given profile."""
     spec = known_model(profile.model)
-    places = [] if spec is None or data is None else [ranks, *_interleaved(request, spec, ranks)]
-    found = {}
-    for place in places if len(places) > 1 else ():
+    if spec is None or data is None or not (others := list(_interleaved(request, spec, ranks))):
+        return ranks
+    problems = {}
+    for place in (ranks, *others):
         with suppress(FcpError):  # skip stages without room
             budget = profiled_budget(request, profile, place, Assumptions())
             problem = problem_from(replace(request, rank_speeds=None), profile, place, budget, Assumptions())
-            if data is not None and data.fits_into(problem):
-                found[place] = sampled_seconds(problem, data.sample(problem), is_draft=True)
-    return min(found, key=lambda place: found[place], default=ranks)
+            if data.fits_into(problem):
+                problems[place] = problem
+    if len(problems) < 2:
+        return next(iter(problems), ranks)
+    compile_missing(problems.values())
+    sample = data.sample(max(problems.values(), key=lambda problem: problem.tokens_per_rank))
+    return min(problems, key=lambda place: sampled_seconds(problems[place], sample, is_draft=True))
 
 
 def _cluster_to_plan_for(request: PlanRequest, assumptions: Assumptions) -> ClusterSpec:

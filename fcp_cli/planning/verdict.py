@@ -14,6 +14,7 @@ from fcp_cli.cost.recipe import flag_words
 from fcp_cli.errors import FcpError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.memory.fitting import JobRanks
+from fcp_cli.models.cluster import ClusterSpec
 from fcp_cli.plan.metadata import Baseline, Baselines, PlanMetadata, Sync
 from fcp_cli.plan.pricing import planned_sequences, step_prices
 from fcp_cli.plan.setup import RankShape
@@ -291,13 +292,13 @@ def _problems_to_try(inputs: PlanInputs) -> Iterator[Problem]:
             if problem != inputs.problem and is_compiled(problem.sync):
                 yield problem
     now, cluster = inputs.problem, inputs.budget.cluster
-    for stages in dict.fromkeys((now.pipeline_parallel // 2, 1)) if cluster and now.pipeline_parallel > 1 else ():
+    if cluster is None or now.pipeline_parallel == 1:
+        return
+    for stages in dict.fromkeys((now.pipeline_parallel // 2, 1)):
         # On the same devices: fewer stages wait less, and more replicas share the sequences.
         ranks = now.num_ranks * now.pipeline_parallel // stages
         with suppress(FcpError):
-            fewer = replace(request, pipeline_parallel=stages, ranks=ranks)
-            basis = computed_basis(fewer, Assumptions(), cluster=cluster, data=inputs.data)
-            yield problem_from(fewer, *basis, Assumptions())
+            yield _computed_problem(replace(request, pipeline_parallel=stages, ranks=ranks), inputs, cluster)
 
 
 def _flags(inputs: PlanInputs, problem: Problem) -> str:
@@ -342,8 +343,13 @@ def problem_under(request: PlanRequest, inputs: PlanInputs) -> Problem:
         pipeline_parallel=ranks.pipeline_parallel,
         virtual_stages=ranks.virtual_stages,
     )
-    basis = computed_basis(request, assumptions, cluster=known.cluster, data=inputs.data)
-    return problem_from(request, *basis, assumptions)
+    return _computed_problem(request, inputs, known.cluster)
+
+
+def _computed_problem(request: PlanRequest, inputs: PlanInputs, cluster: ClusterSpec) -> Problem:
+    """Return the problem of a request on a cluster, under the fastest recipe for the plan's data."""
+    basis = computed_basis(request, Assumptions(), cluster=cluster, data=inputs.data)
+    return problem_from(request, *basis, Assumptions())
 
 
 # The static plan of a typical step, for the page of `fcp report`.

@@ -52,7 +52,7 @@ from fcp_cli.runtime import Session
 from fcp_cli.runtime.transport import gather_texts
 from fcp_cli.training.sharding import Shares
 from fcp_cli.training.weights import copy_companions, published_folder
-from fcp_cli.util.files import flush_to_disk, reason_of, write_text_atomically
+from fcp_cli.util.files import flush_to_disk, json_text, reason_of, write_text_atomically
 from fcp_cli.util.inputs import decode_json, decode_record, read_json
 from fcp_cli.util.words import first_line
 
@@ -525,7 +525,7 @@ def keep_origin(target: Path, *, model: str, source: Path, names: Mapping[str, s
         if config.name.endswith(".json") and config.is_file():
             shutil.copyfile(config, partial / "config.json")
         copy_companions(source, partial)
-        (partial / _NAMES).write_text(json.dumps(dict(names), indent=2) + "\n", encoding="utf-8")
+        (partial / _NAMES).write_text(json_text(dict(names)), encoding="utf-8")
 
 
 def kept_names(origin: Path) -> dict[str, str] | None:

@@ -25,7 +25,7 @@ def test_through_a_pipe_a_finished_run_is_plain_lines(example_plan: Path, tmp_pa
     assert [line.split()[1] for line in lines[:-1]] == ["1/4", "2/4", "3/4", "4/4"]
     assert re.fullmatch(
         r"finished: steps 1 to 4, loss 5\.0000 -> 4\.7000, [\d.]+[kM]? tokens in [\d.]+ s; "
-        r"a step took [\d.]+ s, planned [\d.]+ s \(x\d\.\d\d(; [^)]+)?\)",
+        r"a step took [\d.]+ s, planned [\d.]+ s \(x\d\.\d\d(; load \d+ on \d+ cores?)?\)",
         lines[-1],
     )
     assert "\x1b" not in result.stdout
