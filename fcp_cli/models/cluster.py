@@ -60,7 +60,8 @@ class ClusterSpec:
 
     Attributes:
         peak_flops: dense BF16 (or FP16) FLOP/s from the data sheet.
-        linear_efficiency: fraction of peak reached by matrix products.
+        linear_efficiency: fraction of peak reached by wide matrix products.
+        linear_width: a layer `width` wide reaches the share width / (width + linear_width) of that; None: all of it.
         attention: rates by kernel; computed profiles use the first. Empty if `attention_efficiency` is given.
         attention_efficiency: fraction of peak reached by any kernel, instead of `attention`.
         attention_token_pairs: extra work per token of that kernel, as in `AttentionRate`.
@@ -91,6 +92,7 @@ class ClusterSpec:
     operation_seconds: NonNegative | None = None
     links_per_node: RankCount | None = None
     memory_bytes_per_second: Positive | None = None
+    linear_width: NonNegative | None = None
     attention: Mapping[KernelName, AttentionRate] = field(default_factory=dict, hash=False)
     attention_efficiency: Positive | None = None
     attention_token_pairs: NonNegative | None = None
@@ -100,6 +102,10 @@ class ClusterSpec:
     @property
     def num_devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    def matrix_rate(self, width: int) -> float:
+        """Return a device's FLOP/s in matrix products of a layer `width` wide."""
+        return self.peak_flops * self.linear_efficiency * width / (width + (self.linear_width or 0.0))
 
     @property
     def attention_kernel(self) -> KernelName | None:
@@ -195,8 +201,8 @@ def this_machine() -> ClusterSpec:
     """Describe this machine as a one-node cluster of CPU cores, with rates measured on another machine's core.
 
     Never imports torch; `fcp profile`, which needs torch, finds accelerators. `benchmarks.cpu_ranks` measures the rates
-    on every core at once: 47 to 56 GFLOP/s in matrices of 128 to 1,024, 14 to 24 in attention on 256 tokens and 24 to
-    34 on 1,024, and 12 GB/s in products of tensors larger than the cache.
+    on every core at once: 31 to 37 GFLOP/s in matrices 128 wide and 44 to 73 in wide ones, 14 to 24 in attention on
+    256 tokens and 24 to 34 on 1,024, and 12 GB/s in products of tensors larger than the cache.
     """
     cores = usable_cores()
     assumed = "assumed for one CPU core; 'fcp profile' measures it"
@@ -208,7 +214,8 @@ def this_machine() -> ClusterSpec:
         devices_per_node=cores,
         memory_bytes=host_memory_bytes() / cores,
         peak_flops=100e9,
-        linear_efficiency=0.5,
+        linear_efficiency=0.55,
+        linear_width=90.0,
         attention_efficiency=0.33,
         attention_token_pairs=200.0,
         memory_bytes_per_second=15e9,
@@ -221,6 +228,7 @@ def this_machine() -> ClusterSpec:
             "memory_bytes": "physical memory over the cores",
             "peak_flops": assumed,
             "linear_efficiency": measured,
+            "linear_width": measured,
             "attention_efficiency": measured,
             "attention_token_pairs": measured,
             "memory_bytes_per_second": measured,

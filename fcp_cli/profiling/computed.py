@@ -307,7 +307,7 @@ class _Job:
         spec, cluster, recipe = self.spec, self.cluster, self.recipe
         operations = forward_operations(spec)
         devices = self.cut.devices
-        matrix_rate = cluster.peak_flops * cluster.linear_efficiency * devices
+        matrix_rate = cluster.matrix_rate(spec.hidden_size) * devices
         rate = cluster.attention_rate
         attention_rate = cluster.peak_flops * rate.forward * devices
         # Recomputation repeats the forward; `selective` saves attention outputs, and so skips its ring.
@@ -341,7 +341,7 @@ class _Job:
             ring_hop_seconds=hop,
             vision_seconds_per_patch=vision.total(recomputes=recipe.recomputes_layers)
             * operations.vision_per_patch
-            / matrix_rate,
+            / (matrix_rate if spec.vision is None else cluster.matrix_rate(spec.vision.hidden_size) * devices),
             vision_seconds_per_patch2=(1 + vision.inputs * attention_backward)
             * operations.vision_per_patch2
             / attention_rate,

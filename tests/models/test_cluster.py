@@ -1,13 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from fcp_cli.cost.recipe import Recipe
 from fcp_cli.errors import ProfileError, UsageError
 from fcp_cli.models.cluster import ClusterSpec, load_cluster
-from fcp_cli.models.model import shipped_names
+from fcp_cli.models.model import load_model, shipped_names
+from fcp_cli.profiling.computed import analytic_profile
 
 
 def test_the_papers_clusters_are_shipped() -> None:
@@ -63,6 +65,22 @@ def test_a_cluster_is_priced_for_the_kernel_that_is_asked_for() -> None:
         UsageError, match=r"--attention-kernel fa2: example-8x8 has no rate for it; its rate covers all"
     ):
         load_cluster("example").running("fa2")
+
+
+def test_narrow_matrices_of_a_cpu_core_run_at_the_rate_that_was_measured_for_their_width() -> None:
+    core = load_cluster("this-machine")
+    assert core.matrix_rate(128) == pytest.approx(32e9, rel=0.02)
+    assert core.matrix_rate(1024) == pytest.approx(50e9, rel=0.02)
+    spec = load_model("qwen3-tiny")
+    wide = replace(core, linear_width=None)
+    narrow_seconds, wide_seconds = (
+        analytic_profile(
+            spec, cluster, recipe=Recipe(precision="fp32"), sync="iteration", ranks=2
+        ).coefficients.linear_seconds_per_token
+        for cluster in (core, wide)
+    )
+    matrices = 6 * spec.matrix_parameters * (1 / core.matrix_rate(128) - 1 / wide.matrix_rate(128))
+    assert narrow_seconds - wide_seconds == pytest.approx(matrices)
 
 
 def test_a_cluster_without_devices_is_refused() -> None:
