@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -44,8 +44,9 @@ from fcp_cli.planning.searches import (
 from fcp_cli.planning.speeds import assign_at_speeds
 from fcp_cli.planning.static import PACKINGS, StaticSolver, static_degrees
 from fcp_cli.util.arrays import FloatArray, IntArray
-from fcp_cli.util.compiling import is_kept
+from fcp_cli.util.compiling import is_kept, wait_silently
 from fcp_cli.util.console import note
+from fcp_cli.util.pool import beside
 from fcp_cli.util.processes import interrupts_deferred
 from fcp_cli.util.words import duration
 
@@ -126,9 +127,22 @@ def compile_missing(problems: Iterable[Problem]) -> None:
     if missing:
         note("compiling the planner, once on this machine: about a minute of CPU time")
         began = time.perf_counter()
-        for problem in missing.values():
-            solver_of(problem).compile_ahead()
+        with beside(_compile, list(missing.values()), True):
+            _compile(list(missing.values()))
         note(f"compiled the planner in {duration(time.perf_counter() - began)}")
+
+
+def _compile(problems: Sequence[Problem], backwards: bool = False) -> None:
+    """Compile, or load from disk, all kernels that a step of any problem may need.
+
+    Two processes that begin at opposite ends share the work, since each loads what the other has compiled.
+    """
+    wait_silently()
+    ahead = [solver_of(problem).parts_to_compile() for problem in problems]
+    first, *searches = chain.from_iterable(searches for searches, _ in ahead)
+    parts = [first, *(bound for _, bounds in ahead for bound in bounds), *searches]
+    for compile_part in reversed(parts) if backwards else parts:
+        compile_part()
 
 
 def winner_of(
@@ -187,19 +201,21 @@ class FcpSolver:
         """Most ranks that a ring may have."""
         return 1 if self.options.get("max_degree") == 1 else self.problem.num_ranks
 
-    def compile_ahead(self) -> None:
-        """Compile, or load from disk, all kernels that a step may need, so that no later step waits for them."""
+    def parts_to_compile(self) -> tuple[list[Callable[[], object]], list[Callable[[], float]]]:
+        """Return calls that run all kernels that a step may need: searches, and bounds."""
         plain = replace(self, problem=replace(self.problem, pipeline=None, rank_speeds=None, encoder_balance=None))
         room = self.problem.tokens_per_rank * self._widest
+        searches: list[Callable[[], object]] = []
+        bounds: list[Callable[[], float]] = []
         # One sequence that fills all ranks takes another path of the bounds; one sequence per rank, if there are
         # ranks for several parts, reaches the kernels that plan in parts.
         for lengths in ([1, 2], [room], *([[1] * self.problem.num_ranks] if has_parts(self.inputs) else [])):
             table = LengthTable(name="a tiny step", length_tokens=np.array(lengths, dtype=np.int64))
             batch = batch_of(table, plain.problem)
-            for candidate in plain._candidates(batch, plain._bound(batch.work)):
-                candidate.assign(NOTHING)
-            plain._price(batch)(StaticSolver(problem=plain.problem, degree=1).assign(batch))
-            lower_bound_seconds(batch.work, plain.problem)
+            bounds.append(plain._bound(batch.work))
+            searches += [partial(one.assign, NOTHING) for one in plain._candidates(batch, bounds[-1])]
+            searches.append(partial(plain._price_static, batch))
+        return searches, bounds
 
     def draft(self, batch: Batch) -> Assignment:
         """Plan one step without the optional candidates: hardly slower, in a fraction of the planning time."""
@@ -218,6 +234,9 @@ class FcpSolver:
 
     def _price(self, batch: Batch) -> Callable[[Assignment], float]:
         return partial(makespan_seconds, batch=batch, problem=self.problem)
+
+    def _price_static(self, batch: Batch) -> float:
+        return self._price(batch)(StaticSolver(problem=self.problem, degree=1).assign(batch))
 
     def _bound(self, work: Work) -> Callable[[], float]:
         return cache(partial(lower_bound_seconds, work, self.problem))

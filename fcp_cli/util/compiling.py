@@ -120,6 +120,11 @@ _LONGEST_WAIT_SECONDS: Final = 300.0  # the other process may be stopped
 _POLL_SECONDS: Final = 0.1
 
 
+def wait_silently() -> None:
+    """Print no line while other processes compile: the caller has said that it takes a while."""
+    _told_to_wait.append("")
+
+
 class CompileLock:
     """Lock of a kernel's cache, so that one process of a machine compiles it and the others load the result.
 

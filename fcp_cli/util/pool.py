@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from fcp_cli.errors import FcpError
+from fcp_cli.util.machine import usable_cores
 from fcp_cli.util.processes import interrupts_deferred
 
 Task = TypeVar("Task")
@@ -51,6 +52,24 @@ def in_order(
         raise FcpError(f"a {noun} was killed, perhaps for lack of memory; try --workers 1") from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def beside(work: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """Context manager: run `work(*arguments)` in another process meanwhile, if there is a core for it.
+
+    The block must not depend on it: the process ends with the block, and its failure is not reported.
+    """
+    if usable_cores() == 1:
+        yield
+        return
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
+    with without_interrupts():
+        process.start()
+    try:
+        yield
+    finally:
+        process.terminate()
 
 
 def _results(

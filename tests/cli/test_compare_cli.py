@@ -16,6 +16,7 @@ import yaml
 from fcp_cli.planning import fcp_solver
 from fcp_cli.planning.fcp_solver import FcpSolver, compile_missing
 from fcp_cli.planning.solvers import REGISTRY
+from fcp_cli.util import pool
 from tests.cli.planning_folder import fcp
 from tests.planning.examples import PROFILE, example_problem
 
@@ -48,7 +49,8 @@ def test_a_planner_that_was_never_compiled_here_is_not_waited_for_in_silence(
 ) -> None:
     compiled: list[str] = ["iteration"]
     monkeypatch.setattr(fcp_solver, "is_compiled", lambda sync: sync in compiled)
-    monkeypatch.setattr(FcpSolver, "compile_ahead", lambda self: compiled.append(self.problem.sync))
+    monkeypatch.setattr(pool, "usable_cores", lambda: 1)
+    monkeypatch.setattr(FcpSolver, "parts_to_compile", lambda self: ([lambda: compiled.append(self.problem.sync)], []))
     problems = [example_problem("microbatch"), example_problem("iteration"), example_problem("microbatch")]
     compile_missing(problems)
     began, ended = capsys.readouterr().err.splitlines()
