@@ -27,6 +27,7 @@ from fcp_cli.models.cluster import load_cluster
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.file import PlanReader, plan_writer
 from fcp_cli.planning.batches import BatchSettings, GlobalBatches
+from fcp_cli.planning.fcp_solver import compile_missing
 from fcp_cli.planning.make_plan import plan_metadata, plan_step
 from fcp_cli.planning.problem import Problem
 from fcp_cli.planning.solvers import make_solver
@@ -114,6 +115,7 @@ def write_plans(folder: Path, work: PacedWork, *, num_ranks: int, strategies: Se
         overlong="drop",
         step_limit=work.steps,
     )
+    compile_missing([problem])
     plans = {strategy: folder / f"{strategy}-{num_ranks}.parquet" for strategy in strategies}
     for strategy, path in plans.items():
         batches = GlobalBatches(work.table, problem, settings)
