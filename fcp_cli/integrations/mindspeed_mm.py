@@ -123,7 +123,7 @@ def _run(engine: Any, steps: Any) -> dict[str, float]:
     if step is None:
         raise RunError(
             f"the plan ends after {engine.iteration} steps, but training.train_iters is "
-            f"{engine.args.training.train_iters}; plan more with 'fcp plan --epochs'"
+            f"{engine.args.training.train_iters}; plan more with --epochs"
         )
     for microbatch in step:
         inputs = {"input_ids": microbatch.input_ids, "position_ids": microbatch.position_ids}

@@ -42,8 +42,7 @@ def check_steps(plan: Path, metadata: PlanMetadata, steps: int | None) -> None:
     """Raise RunError if more steps are requested than the plan has."""
     if steps is not None and steps > metadata.end_step:
         raise RunError(
-            f"--steps is {steps}, but {plan} ends after {metadata.end_step}; plan more with 'fcp plan --epochs', or "
-            "remove --steps"
+            f"--steps is {steps}, but {plan} ends after {metadata.end_step}; plan more with --epochs, or remove --steps"
         )
 
 

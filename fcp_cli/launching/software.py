@@ -141,7 +141,7 @@ _MEGATRON_SCRIPT: Final[tuple[tuple[Callable[[_Given], bool], str], ...]] = (
     (
         lambda given: (given["--train-iters"] or 0) > given["planned"].end_step,
         "the script has --train-iters {given[--train-iters]}, but {plan} ends after {steps}; plan more with "
-        "'fcp plan --epochs', or launch the script with --train-iters {planned.end_step}",
+        "--epochs, or launch the script with --train-iters {planned.end_step}",
     ),
     (
         lambda given: given["--rampup-batch-size"] is not None,

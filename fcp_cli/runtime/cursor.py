@@ -170,7 +170,7 @@ class PlanCursor:
         if first_step > self.metadata.end_step:
             raise RunError(
                 f"step {first_step} is not in {path}, which ends after {self.metadata.end_step} steps; "
-                "plan more with 'fcp plan --epochs'"
+                "plan more with --epochs"
             )
         self._steps = Prefetched(
             map(self._view.of_step, self._reader.steps(first_step)), depth=ahead, name="fcp-plan-cursor"

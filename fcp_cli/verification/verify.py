@@ -110,7 +110,7 @@ def verify(plan: Path, *, num_steps: int = 3, first_step: int = 0, max_length: i
     if metadata.num_ranks > MOST_THREADS:
         raise RunError(
             f"{plan} has {metadata.num_ranks} ranks; up to {MOST_THREADS} can be emulated, "
-            "so verify a plan of the same data for fewer with 'fcp plan --ranks'"
+            "so verify a plan of the same data with fewer --ranks"
         )
     steps = list(islice(PlanReader(plan).steps(first_step), num_steps))
     if not steps:

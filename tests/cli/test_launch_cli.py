@@ -207,7 +207,7 @@ REFUSALS = snapshot(
         "--plan plan64.parquet": "1: error: plan64.parquet needs 64 processes on this machine, which holds 8 (no accelerator, 2 CPU cores (gloo)); plan for fewer ranks with: fcp plan lengths.parquet --ranks 8 --ranks-per-node 8 --tokens-per-rank 4096 --sync iteration --global-batch-size 6 --no-shuffle --solver 'by hand' -o plan64-8-ranks.parquet",
         "--plan lengths.parquet": "1: error: lengths.parquet is a length manifest, not a plan; 'fcp plan lengths.parquet' plans it",
         "--plan bare.parquet": "1: error: bare.parquet is a Parquet file but not a plan; make one with 'fcp plan bare.parquet -o plan-2.parquet'",
-        "--manifest bare.parquet --plan plan8.parquet --model qwen3-tiny --steps 2": "1: error: --steps is 2, but plan8.parquet ends after 1; plan more with 'fcp plan --epochs', or remove --steps",
+        "--manifest bare.parquet --plan plan8.parquet --model qwen3-tiny --steps 2": "1: error: --steps is 2, but plan8.parquet ends after 1; plan more with --epochs, or remove --steps",
         "--model qwen3-8b": "1: error: qwen3-8b needs 534 GB for weights, gradients and optimizer on 4 ranks, but this machine has 17 GB; try --model qwen3-tiny, or launch on accelerators",
         "--plan plan8.parquet": "2: error: name the model to train with --model, for example --model qwen3-tiny, or give a script after --",
         "--learning-rate -1": "2: error: --learning-rate is -1; it must be at least 0; see 'fcp launch --help'",

@@ -273,7 +273,7 @@ FINDINGS = snapshot(
         "a script of other tensor parallel ranks": "error: the script has --tensor-model-parallel-size 2, but plan.parquet was made for 1; plan with --tensor-parallel 2, or launch the script with the plan's",
         "a Megatron script with settings of its own": (
             "error: the script has --global-batch-size 96, but plan.parquet was made for 8; plan with --global-batch-size 96, or launch the script with the plan's\n"
-            "error: the script has --train-iters 5000, but plan.parquet ends after 20 steps; plan more with 'fcp plan --epochs', or launch the script with --train-iters 20\n"
+            "error: the script has --train-iters 5000, but plan.parquet ends after 20 steps; plan more with --epochs, or launch the script with --train-iters 20\n"
             "error: --rampup-batch-size changes the global batch, which the plan has made; remove it\n"
             "error: --dataloader-type cyclic draws samples at random, and the plan names them; use single\n"
             "error: the script has --context-parallel-size 2, but the plan makes the groups; use --context-parallel-size 1\n"

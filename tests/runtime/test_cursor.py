@@ -52,9 +52,7 @@ def test_reading_begins_at_the_first_step_asked_for(tmp_path: Path) -> None:
 
 def test_a_first_step_beyond_the_plan_is_refused(tmp_path: Path) -> None:
     plan = write_plan(tmp_path / "p", STEPS, num_ranks=3)
-    with pytest.raises(
-        RunError, match=r"step 4 is not in .* which ends after 3 steps; plan more with 'fcp plan --epochs'"
-    ):
+    with pytest.raises(RunError, match=r"step 4 is not in .* which ends after 3 steps; plan more with --epochs"):
         PlanCursor(plan, 0, first_step=4)
 
 

@@ -145,7 +145,7 @@ class WrittenLoop(ABC):
         if self.next_step >= end:
             raise RunError(
                 f"the plan {self.session.plan} ends after {end} steps, but the script trains on; plan more with "
-                "'fcp plan --epochs'"
+                "--epochs"
             )
         per_epoch = self.metadata.steps_per_epoch
         last = min(end, (self.next_step // per_epoch + 1) * per_epoch)

@@ -157,7 +157,7 @@ class TrainerFollower:
         if step is None:
             raise RunError(
                 f"the plan {self.session.plan} ends after {self.session.metadata.end_step} steps, but the script "
-                "trains on; plan more with 'fcp plan --epochs'"
+                "trains on; plan more with --epochs"
             )
         if step.index != wanted:
             raise RunError(f"the trainer is at step {wanted}, but the plan at {step.index}")

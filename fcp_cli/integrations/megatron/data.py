@@ -543,7 +543,7 @@ class PlannedData:
         if step is None:
             raise RunError(
                 f"the plan {self._plan} ends after {self._metadata.steps} steps, but the script trains on; plan more "
-                "with 'fcp plan --epochs'"
+                "with --epochs"
             )
         self._current, self._next_step = step, step.step + 1
         return step
