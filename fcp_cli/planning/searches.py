@@ -24,6 +24,7 @@ _EFFORT = wave_searches.Effort(tries=24, fills=16)  # candidate targets per wave
 _PAIR_EFFORT = wave_searches.Effort(tries=12, fills=6)  # the same for each wave of a replanned pair
 _WAVES_PER_PART = 24  # fewest per part, estimated from tokens; shorter steps are not cut
 NOWHERE = wave_searches.Places(*[np.empty(0, dtype=np.int64)] * 5)
+NOBODY = wave_searches.Leader(np.empty(0), np.empty(0, dtype=np.int64))
 _PATIENCE = 32  # consecutive pairs of waves without a gain before regrouping stops
 _EXCHANGES = 300_000  # pairs of sequences compared per round of balancing; more for more than 1,024 sequences
 
@@ -115,7 +116,7 @@ def assign_waves(
         members = np.sort(np.concatenate((held, part)))
         own = some_of(sequences, members)
         is_last = number == len(parts)
-        seconds, one = wave_searches.planned(0, limit, _EFFORT, is_last, NOWHERE, own, inputs)
+        seconds, one = wave_searches.planned(0, limit, _EFFORT, is_last, NOBODY, NOWHERE, own, inputs)
         if seconds >= limit:
             return None
         held = members[one.group_of < 0]
@@ -141,12 +142,13 @@ def assign_waves(
 def _waves_in_parts(parts: list[RankPart], order: IntArray, limit_seconds: float) -> Assignment | None:
     """Plan the waves of the first part, and those of the others by its targets; None if that fails."""
     own, inputs = parts[0].sequences, parts[0].inputs
-    seconds, first = wave_searches.planned(0, limit_seconds, _EFFORT, True, NOWHERE, own, inputs)
+    seconds, first = wave_searches.planned(0, limit_seconds, _EFFORT, True, NOBODY, NOWHERE, own, inputs)
     if seconds >= limit_seconds:
         return None
-    found = [first]
+    found, leader = [first], wave_searches.Leader(first.targets, first.widths)
     for part in parts[1:]:
-        found.append(wave_searches.follow(first.targets, first.widths, part.sequences, part.inputs))
+        ranks, own = part.inputs, part.sequences
+        found.append(wave_searches.planned(0, np.inf, _EFFORT, True, leader, NOWHERE, own, ranks)[1])
         # Not equivalent after all: sequences are left over.
         if found[-1].left:
             return None
@@ -178,7 +180,7 @@ def regrouped(
         head=np.empty(waves, dtype=np.int64),
         after=np.empty(n, dtype=np.int64),
     )
-    gained, _none = wave_searches.planned(_PATIENCE, np.inf, _PAIR_EFFORT, True, places, sequences, inputs)
+    gained, _none = wave_searches.planned(_PATIENCE, np.inf, _PAIR_EFFORT, True, NOBODY, places, sequences, inputs)
     if not gained > 0.0:
         return None
     # (wave, first rank) identifies a group.
@@ -217,12 +219,13 @@ def assign_timelines(
     parts = rank_parts(sequences, inputs)
     own, ranks = (parts[0].sequences, parts[0].inputs) if parts else (sequences, inputs)
     exchanges = _EXCHANGES * (1 if len(own.work) <= 1024 else len(own.work) // 64)
-    rings, singles, target, end = timelines.schedule(lower, limit_seconds, exchanges, own, ranks)
+    rings, singles, target, end = timelines.schedule(lower, limit_seconds, (0.0, 0.0), exchanges, own, ranks)
     if not target:
         return None
     found = [_timeline_groups(rings, singles, ranks)]
     for part in parts[1:]:
-        rings, singles = timelines.follow(target, end, exchanges, part.sequences, part.inputs)
+        leader = target, end
+        rings, singles, _, _ = timelines.schedule(lower, np.inf, leader, exchanges, part.sequences, part.inputs)
         found.append(_timeline_groups(rings, singles, part.inputs))
     return gather(order, joined(parts, found) if parts else found[0])
 

@@ -53,23 +53,50 @@ _EVEN = 5e-5  # of the target: excess of the last rank over the mean at which ba
 
 
 @kernel
-def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
+def schedule(
+    lower: float,
+    limit: float,
+    leader: tuple[float, float],
+    work_limit: int,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+) -> Any:
     """Return the best schedule found: rings and single-rank packs; its target and its end.
 
-    The target is 0 if rings and packs do not fit by the limit.
+    The target is 0 if rings and packs do not fit by the limit. One entry point searches and follows, so that what both
+    call is compiled once.
 
     Args:
         lower: seconds from which targets are searched, such as a lower bound.
         limit: makespan to beat, or infinite.
+        leader: target and end that this function returned for an equivalent part, to follow them without a search; 0
+            to search.
         work_limit: number of comparisons per balancing.
         sequences: the sequences by falling work.
         inputs: the ranks and their prices.
     """
     rings = make_rings(sequences, inputs)
     singles = make_single_rank_packs(sequences, inputs, rings)
+    if leader[0] > 0.0:
+        target, end = _follow(leader[0], leader[1], work_limit, sequences, inputs, rings, singles)
+    else:
+        target, end = _search(lower, limit, work_limit, sequences, inputs, rings, singles)
+    return rings, singles, target, end
+
+
+@kernel
+def _search(
+    lower: float,
+    limit: float,
+    work_limit: int,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    rings: Rings,
+    singles: SingleRankPacks,
+) -> tuple[float, float]:
     # If it does not fit by the limit, it hardly fits sooner.
     if limit < np.inf and _attempt(limit, sequences, inputs, rings, singles) != 0:
-        return rings, singles, 0.0, 0.0
+        return 0.0, 0.0
     # A gap to `lower` that fits, and the largest known not to. This terminates, since large gaps always fit. It starts
     # small, since an attempt far above the first fit builds a poor step.
     gap, infeasible = 0.002, 0.0
@@ -95,22 +122,24 @@ def schedule(lower: float, limit: float, work_limit: int, sequences: Sequences, 
     # The arrays hold the last attempt; repeating the best one is cheaper than copying every improvement.
     _attempt(best_target, sequences, inputs, rings, singles)
     balance(best_target, rings.gaps[0], work_limit, sequences, inputs, singles)
-    return rings, singles, best_target, best
+    return best_target, best
 
 
 @kernel
-def follow(target: float, end: float, work_limit: int, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return a schedule of a part by the target of an equivalent part, without a search: rings and packs.
+def _follow(
+    target: float,
+    end: float,
+    work_limit: int,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+    rings: Rings,
+    singles: SingleRankPacks,
+) -> tuple[float, float]:
+    """Schedule a part by the target of an equivalent one.
 
     If this part then ends later than the other one, later targets are tried, until all sequences end by the target. The
-    best schedule is returned.
-
-    Args:
-        target, end: target and end that `schedule` returned for the other part.
-        work_limit, sequences, inputs: as in `schedule`.
+    best schedule is kept.
     """
-    rings = make_rings(sequences, inputs)
-    singles = make_single_rank_packs(sequences, inputs, rings)
     best, best_target, step, late = np.inf, target, 0.0, -1
     while best > end * (1.0 + _ALIKE) and late != 0:
         tried = target * (1.0 + step)
@@ -123,7 +152,7 @@ def follow(target: float, end: float, work_limit: int, sequences: Sequences, inp
     if best_target != tried:
         _attempt(best_target, sequences, inputs, rings, singles)
         balance(best_target, rings.gaps[0], work_limit, sequences, inputs, singles)
-    return rings, singles
+    return best_target, best
 
 
 @kernel

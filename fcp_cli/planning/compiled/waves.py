@@ -69,6 +69,13 @@ class Effort(NamedTuple):
     fills: int
 
 
+class Leader(NamedTuple):
+    """Targets and widths of an equivalent part's waves, to follow; both empty to search."""
+
+    targets: FloatArray
+    widths: IntArray
+
+
 class Waves(NamedTuple):
     """A planned step, or its first waves.
 
@@ -90,18 +97,29 @@ class Waves(NamedTuple):
 
 @kernel
 def planned(
-    patience: int, limit: float, effort: Effort, last: bool, places: Places, sequences: Sequences, inputs: PlannerInputs
+    patience: int,
+    limit: float,
+    effort: Effort,
+    last: bool,
+    leader: Leader,
+    places: Places,
+    sequences: Sequences,
+    inputs: PlannerInputs,
 ) -> Any:
     """Search and write down the waves: all if `last`, else all but the last one, whose sequences the next part replans.
 
-    With a patience, `regroup` in its place: one entry point, so that the search of both is compiled once.
+    With a patience, `regroup` in its place, and with a leader, `_follow`: one entry point, so that what all call is
+    compiled once.
 
     Returns:
         Seconds of the searched step, which are `limit` if no step beats it, and the waves; or seconds gained, no waves.
     """
-    kept, targets, widths = 0, np.zeros(0), np.zeros(0, dtype=np.int64)
+    kept, seconds, targets, widths = 0, 0.0, leader.targets, leader.widths
     if patience:
         seconds = regroup(patience, effort, places, sequences, inputs)
+    elif len(targets):
+        targets = _follow(targets, widths, sequences, inputs)
+        kept = len(targets)
     else:
         seconds, targets, widths = search(limit, effort, sequences, inputs)
         kept = len(targets) if last else max(0, len(targets) - 1)
@@ -109,8 +127,8 @@ def planned(
 
 
 @kernel
-def follow(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
-    """Return the waves by the targets of an equivalent part, with a later last one if needed."""
+def _follow(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: PlannerInputs) -> Any:
+    """Return the targets of an equivalent part for this one, with a later last one if needed."""
     wave, own_targets, used = make_wave(sequences, inputs), targets.copy(), len(targets)
     left = len(sequences.work)
     for w in range(len(targets) - 1):
@@ -126,7 +144,7 @@ def follow(targets: FloatArray, widths: IntArray, sequences: Sequences, inputs: 
         step *= 2.0
         if step > 0.1:
             break  # not equivalent: some sequences will be left over
-    return replay(own_targets[:used], widths[:used], sequences, inputs)
+    return own_targets[:used]
 
 
 @kernel

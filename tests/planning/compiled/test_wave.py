@@ -14,7 +14,7 @@ from fcp_cli.planning.compiled.core import Sequences
 from fcp_cli.planning.kernel_inputs import by_falling_work, planner_inputs
 from fcp_cli.planning.options import PlanRequest
 from fcp_cli.planning.problem import Problem
-from fcp_cli.planning.searches import NOWHERE
+from fcp_cli.planning.searches import NOBODY, NOWHERE
 from fcp_cli.planning.settings import resolve_problem
 from fcp_cli.util.arrays import FloatArray, IntArray
 from fcp_cli.util.console import Assumptions
@@ -30,7 +30,9 @@ def test_a_group_with_room_is_never_hidden_by_the_recomputation_of_further_token
     problem = resolve_problem(request, Assumptions())[0]
     _order, sequences = by_falling_work(batch_of(long_tail(400), problem).work)
     inputs = planner_inputs(problem)
-    _step_seconds, found = waves.planned(0, np.inf, waves.Effort(tries=24, fills=16), True, NOWHERE, sequences, inputs)
+    _step_seconds, found = waves.planned(
+        0, np.inf, waves.Effort(tries=24, fills=16), True, NOBODY, NOWHERE, sequences, inputs
+    )
     wave_of, levels = found.wave[found.group_of], problem.profile.recompute_levels
     later, recomputing = 0, 0
     for group in range(len(found.wave)):
