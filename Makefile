@@ -165,7 +165,7 @@ test-cuda-build: $(CUDA_TORCHES:%=.venv-cuda-%/.installed)
 DEVICE           ?= cuda
 DEVICE_OUTPUT    ?= build/device-check
 DEVICE_PYTHON    ?= 3.12
-DEVICE_PACKAGES  ?= imagesize msgspec
+DEVICE_PACKAGES  ?= imagesize msgspec rich typer
 
 device-check:
 	$(PYTHON) -m benchmarks.device_check --device $(DEVICE) --output $(DEVICE_OUTPUT)

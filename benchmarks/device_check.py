@@ -88,7 +88,7 @@ PARTS = {
         title="A step of a whole small model: predicted against measured",
         explains="Micro-batches of a plan plus reduction, clipping and AdamW, under a profile measured on the spot; "
         "and the peak of allocated memory against the memory model.",
-        seconds=100,
+        seconds=130,
         function="step",
     ),
     "times": Part(

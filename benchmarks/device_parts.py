@@ -41,6 +41,7 @@ from fcp_cli.runtime.kernels.select import ChosenKernel, Preference, Signature, 
 from fcp_cli.runtime.layout import Rows, Segments, shard_layout
 from fcp_cli.runtime.ring import AttentionSpec, Ring
 from fcp_cli.runtime.ring_attention import attention, group_backward, group_forward
+from fcp_cli.runtime.transport import ProcessWorld, join_process_group
 from fcp_cli.verification.checks import (
     Attended,
     Case,
@@ -52,7 +53,7 @@ from fcp_cli.verification.checks import (
     relative,
     squares,
 )
-from fcp_cli.verification.emulation import Mailbox, Meeting, ThreadWorld
+from fcp_cli.verification.emulation import Mailbox
 
 Row: TypeAlias = dict[str, Any]
 MIB = 1 << 20
@@ -132,7 +133,8 @@ def machine(here: Device) -> Iterator[Row]:
         yield {"name": package, "value": importlib.import_module(package).__version__ if found else "not installed"}
     if here.is_cpu:
         return
-    yield {"name": "CUDA, cuDNN", "value": f"{torch.version.cuda}, {torch.backends.cudnn.version()}"}
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    yield {"name": "CUDA, cuDNN", "value": f"{torch.version.cuda}, {cudnn}"}
     for name in KERNELS:
         yield {
             "name": f"kernel {name}",
@@ -209,8 +211,8 @@ def times(here: Device) -> Iterator[Row]:
         for call, (member, source) in list(calls.items())[: 1 if degree == 1 else 3]:
             (hop,) = ring.hops(member, source)
             for name in here.kernels():
-                seconds = {"degree": degree, "pack": _pack(lengths), "call": call}
-                yield {**seconds, **_timed(here, name, hop.segments)}
+                place = {"degree": degree, "pack": _pack(lengths), "call": call}
+                yield {**place, **_timed(here, name, hop.segments)}
 
 
 def _timed(here: Device, name: KernelName | None, segments: Segments) -> Row:
@@ -300,14 +302,13 @@ def passes(here: Device) -> Iterator[Row]:
             with pretended_gpu(), counter:
                 traced()
             work = make(here.device, tokens, where)
-            work = make(here.device, tokens, where)
             if not counter.counts.moved_bytes:
                 continue  # rows in one span are a view
             with torch.no_grad():
                 seconds = here.seconds(work)
             rate = counter.counts.moved_bytes / seconds
-            size = counter.counts.moved_bytes / MIB
-            yield {"pass": f"{name}, {place}", "MiB": size, "GB/s": rate / 1e9, "of a copy": rate / copied}
+            moved = counter.counts.moved_bytes / MIB
+            yield {"pass": f"{name}, {place}", "MiB": moved, "GB/s": rate / 1e9, "of a copy": rate / copied}
 
 
 def _copy_rate(here: Device, size: int) -> float:
@@ -379,7 +380,7 @@ def host(here: Device) -> Iterator[Row]:
 
 
 def profile(here: Device) -> Iterator[Row]:
-    path = _measure(here, "qwen3-tiny" if here.is_cpu else "qwen3-8b", minutes=0.2 if here.is_cpu else 1.0)
+    path = _measure(here, "qwen3-tiny" if here.is_cpu else "qwen3-8b", minutes=0.2 if here.is_cpu else 0.75)
     yield from _held_out(path)
     request, samples = _request(path)
     yield {"pack": "memory of a token", "error %": memory_error_percent(samples, request)}
@@ -391,7 +392,7 @@ def step(here: Device) -> Iterator[Row]:
     request, _ = _request(path)
     measured, spec = load_cost_profile(path), load_model(request.model)
     packs = [lengths for degree, lengths in here.packs() if degree == 1]
-    torch.manual_seed(0)
+    join_process_group(here.device)
     model = build_model(spec, spec.num_layers, here.device, request.recipe)
     workload = Workload(model, here.device, request.recipe, SilentTransport())
     works = [workload.microbatch(lengths, (0,), 0) for lengths in packs]
@@ -399,7 +400,7 @@ def step(here: Device) -> Iterator[Row]:
     update = None
     for lengths, work, seconds in zip(packs, works, predicted, strict=True):
         yield _compared(_pack(lengths), seconds, here.seconds(work))
-        update = update or UpdateStep(workload, ThreadWorld(Meeting(1), 0), share=1.0)
+        update = update or UpdateStep(workload, ProcessWorld(), share=1.0)
     assert update is not None
     closing = measured.step.closing_seconds(request.sync)
     yield _compared("reduction, clipping, AdamW", closing, here.seconds(update.run))

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import device_check
-from benchmarks.device_check import PARTS, ROOT, run_part, write_page
+from benchmarks.device_check import PARTS, ROOT, prepared_environment, run_part, write_page
 
 
 def test_the_page_has_a_table_per_part_and_names_failed_parts_first(tmp_path: Path) -> None:
@@ -56,6 +57,30 @@ def test_a_part_that_fails_or_hangs_is_one_line_and_keeps_its_rows(
     hung = run_part("times", "cpu", tmp_path, os.environ, 60.0)
     assert (hung["rows"], hung["error"]) == ([{"kernel": "fa2"}], "ended at its limit of 2 s")
     assert run_part("host", "cpu", tmp_path, os.environ, 0.0)["error"] == "not run: no time was left"
+
+
+@pytest.mark.processes
+@pytest.mark.lengthy
+def test_a_missing_package_is_named_and_installed_from_its_wheel_without_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(device_check, "REQUIRED", {"json": "json", "not_there": "not-there"})
+    monkeypatch.setattr(device_check, "WHEELS", tmp_path / "wheels")
+    site = tmp_path / "site"
+    prepared_environment(site)
+    assert "missing packages: not-there\nrun 'make device-wheels'" in capfd.readouterr().out
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "not_there-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("not_there.py", "")
+        wheel.writestr("not_there-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: not-there\nVersion: 1.0\n")
+        wheel.writestr(
+            "not_there-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("not_there-1.0.dist-info/RECORD", "")
+    environment, missing = prepared_environment(site)
+    assert missing == ["not-there"]
+    assert environment["PYTHONPATH"].split(os.pathsep)[:2] == [str(ROOT), str(site)]
+    subprocess.run([sys.executable, "-c", "import not_there"], env=environment, check=True)
 
 
 @pytest.mark.full
