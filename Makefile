@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: chaos demo families fast fuzz test lock test-bounds test-cuda-build test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-stores test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean mutations
+.PHONY: chaos demo device-check device-wheels families fast fuzz test lock test-bounds test-cuda-build test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-stores test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean mutations
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -159,6 +159,21 @@ cuda_2.14.1_with := flash-attn-4==4.0.0b36
 test-cuda-build: $(CUDA_TORCHES:%=.venv-cuda-%/.installed)
 	set -e; for release in $(CUDA_TORCHES); do \
 		.venv-cuda-$$release/bin/python -m pytest -m cuda_build tests/runtime/test_cuda_build.py; done
+
+# On a machine with one GPU and PyTorch, and no index: kernels, rings, memory and predicted times in under eight minutes, as
+# device-check.json and a page. Packages that it lacks come from build/wheels, which `make device-wheels` fills elsewhere.
+DEVICE           ?= cuda
+DEVICE_OUTPUT    ?= build/device-check
+DEVICE_PYTHON    ?= 3.12
+DEVICE_PACKAGES  ?= imagesize msgspec rich typer
+
+device-check:
+	$(PYTHON) -m benchmarks.device_check --device $(DEVICE) --output $(DEVICE_OUTPUT)
+
+device-wheels: $(STAMP)
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(DEVICE_PYTHON) --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		--constraint constraints.txt --dest build/wheels $(DEVICE_PACKAGES)
 
 # Training loops of other projects under a plan. DeepSpeed builds no kernels: CPU ranks need none. By uv, since pip takes hours
 # to find releases that all of them allow.

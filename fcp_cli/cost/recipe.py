@@ -28,6 +28,11 @@ Phase: TypeAlias = Literal["forward"]  # a job that does not train
 AUTO: Final = "auto"
 _OF_ACCELERATORS: Final = ("bf16", "amp")
 
+GRADIENT_BUCKET_BYTES: Final = 256 << 20
+"""Most bytes of a flat copy of gradients that an unsharded model sums over ranks; 8B parameters fill about 150."""
+GRADIENT_BUCKETS: Final = 2
+"""Copies in flight: while one is summed, the next is filled."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:

@@ -10,7 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fcp_cli.cost.recipe import ALL_LINEAR, Lora, Recipe, matches, parse_lora, patterns_of
+from fcp_cli.cost.recipe import (
+    ALL_LINEAR,
+    GRADIENT_BUCKET_BYTES,
+    GRADIENT_BUCKETS,
+    Lora,
+    Recipe,
+    matches,
+    parse_lora,
+    patterns_of,
+)
 from fcp_cli.errors import UsageError
 from fcp_cli.memory.items import MemoryItem, Precision
 from fcp_cli.models.layers import Matrix
@@ -204,10 +213,11 @@ class State:
         """Return the persistent memory of a rank plus the buffers while its largest gradients are reduced."""
         precision = self.precision
         if not self.is_sharded:
-            # Large gradients are reduced in place, without a bucket; only the reduced shard is new.
-            shares = self.shards if self.recipe.zero_stage == 1 else 1
-            share = self.trained_table / shares if shares > 1 else 0.0
-            return (*self.held(), MemoryItem(name="gradient message", fixed_bytes=precision.gradient * share))
+            # Large gradients are reduced in place; new are buckets of others or, of ZeRO-1, the reduced shard.
+            message = min(GRADIENT_BUCKETS * GRADIENT_BUCKET_BYTES, precision.gradient * self.trained)
+            if self.recipe.zero_stage == 1:
+                message = precision.gradient * self.trained_table / self.shards if self.shards > 1 else 0.0
+            return (*self.held(), MemoryItem(name="gradient message", fixed_bytes=message))
         # The root's gradients are the largest: copied to a buffer once FSDP2 has freed the root's gathered weights.
         message = precision.gradient * self.trained_root
         if self.recipe.zero_stage == 2:

@@ -10,7 +10,8 @@ multiply the loss with.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from fcp_cli.cost.recipe import Phase, PrecisionName, Reduce
+from fcp_cli.cost.recipe import GRADIENT_BUCKET_BYTES, GRADIENT_BUCKETS, Phase, PrecisionName, Reduce
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.runtime.plan_agreement import NO_TRAINING
@@ -207,11 +208,11 @@ def _named(name: str) -> str:
 
 # Models with whole weights on every rank: plain, or in DistributedDataParallel.
 
-_BUCKET_BYTES = 32 << 20  # large enough for full bandwidth, small enough for a flat copy
-
 
 class PlainSync(GradientSync):
     """Unwrapped model: starts from rank 0's weights, and its gradients are all-reduced in flat buckets.
+
+    While one bucket is summed, the next is filled; a gradient larger than a bucket is summed in place.
 
     If a parameter has a gradient on some ranks only, it counts as zero on the others. If it has none on any rank, it
     keeps none, so that optimizers skip it as they do in one process.
@@ -239,26 +240,53 @@ class PlainSync(GradientSync):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        for bucket in _buckets(self._model):
-            self._reduce(bucket)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if not trained:
+            return
+        present = present_anywhere([parameter.grad for parameter in trained], self._world, trained[0].device)
+        wanted = {parameter for parameter, is_present in zip(trained, present, strict=True) if is_present}
+        in_flight: deque[_Bucket] = deque()
+        for parameters in _buckets(trained):
+            if len(in_flight) == GRADIENT_BUCKETS:
+                in_flight.popleft().finish(wanted)
+            in_flight.append(_Bucket(parameters, self._world))
+        for bucket in in_flight:
+            bucket.finish(wanted)
 
-    def _reduce(self, parameters: list[nn.Parameter]) -> None:
-        """All-reduce one bucket: the gradients, then one flag per parameter: whether any rank has its gradient."""
-        present = [parameter.grad is not None for parameter in parameters]
-        pieces = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
-        # In the gradients' data type, so that one message carries both: a count of ranks may round, but never to
-        # zero.
-        flags = torch.tensor(present, dtype=pieces[0].dtype, device="cpu").to(pieces[0].device, non_blocking=True)
-        flat = torch.cat([*pieces, flags])
-        self._world.all_reduce_sum(flat)
-        *sums, counts = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
-        # Reading the flags waits for the device, so only ranks that lack a gradient do.
-        anywhere = present if all(present) else (counts > 0).tolist()
-        for parameter, total, wanted in zip(parameters, sums, anywhere, strict=True):
+
+class _Bucket:
+    """Gradients that are being summed over ranks; a missing one counts as zero."""
+
+    def __init__(self, parameters: list[nn.Parameter], world: World) -> None:
+        self._parameters = parameters
+        first = parameters[0].grad
+        self._is_in_place = len(parameters) == 1 and first is not None and first.is_contiguous()
+        if self._is_in_place and first is not None:
+            self._flat = first.view(-1)
+        else:
+            self._flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+        self._handle = world.start_all_reduce(self._flat)
+
+    def finish(self, wanted: Container[nn.Parameter]) -> None:
+        """Wait for the sums, and set the gradients of parameters that any rank has one of."""
+        self._handle.wait()
+        if self._is_in_place:
+            return
+        sums = torch.split_with_sizes(self._flat, [parameter.numel() for parameter in self._parameters])
+        for parameter, total in zip(self._parameters, sums, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(total.view_as(parameter))
-            elif wanted:
+            elif parameter in wanted:
                 parameter.grad = total.view_as(parameter).clone()  # a view would keep the whole bucket
+
+
+def present_anywhere(gradients: Iterable[Tensor | None], world: World, device: torch.device) -> list[bool]:
+    """Return for each gradient whether any rank has it. Collective."""
+    present = [gradient is not None for gradient in gradients]
+    counts = torch.tensor(present, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
+    world.all_reduce_sum(counts)
+    # Reading the counts waits for the device, so only ranks that lack a gradient do.
+    return present if all(present) else (counts > 0).tolist()
 
 
 class DdpSync(PlainSync):
@@ -293,20 +321,20 @@ class DdpSync(PlainSync):
         self._has_begun = False
 
 
-def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in order; a bucket ends when it is full or dtype or device changes. The same on all ranks."""
+def _buckets(trained: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters in order, the same on all ranks; those of a bucket have one dtype and device.
+
+    Parameters are not split: one that exceeds a bucket's size has a bucket to itself.
+    """
     bucket: list[nn.Parameter] = []
     held_bytes = 0
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        kind = (parameter.dtype, parameter.device)
-        # Parameters are not split: the last one of a bucket may exceed its size.
-        if bucket and (held_bytes >= _BUCKET_BYTES or kind != (bucket[0].dtype, bucket[0].device)):
+    for parameter in trained:
+        kind, size = (parameter.dtype, parameter.device), parameter.nbytes
+        if bucket and (held_bytes + size > GRADIENT_BUCKET_BYTES or kind != (bucket[0].dtype, bucket[0].device)):
             yield bucket
             bucket, held_bytes = [], 0
         bucket.append(parameter)
-        held_bytes += parameter.numel() * parameter.element_size()
+        held_bytes += size
     if bucket:
         yield bucket
 

@@ -50,6 +50,10 @@ class World(Protocol):
 
     def all_reduce_sum(self, tensor: Tensor) -> None: ...
 
+    def start_all_reduce(self, tensor: Tensor) -> Waitable:
+        """Start `all_reduce_sum`; on an accelerator, waiting for it holds up the current stream, not the host."""
+        ...
+
     def broadcast(self, tensor: Tensor) -> None:
         """Copy rank 0's tensor to all ranks."""
         ...
@@ -79,6 +83,10 @@ class ProcessWorld:
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+
+    def start_all_reduce(self, tensor: Tensor) -> Waitable:
+        work: Waitable = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, async_op=True)
+        return work
 
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, src=0)

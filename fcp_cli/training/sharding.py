@@ -23,7 +23,7 @@ from fcp_cli.memory.items import RESERVE_FRACTION, precision_of
 from fcp_cli.models.model import load_model
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime import ActivationOffload
-from fcp_cli.runtime.gradients import GradientSync
+from fcp_cli.runtime.gradients import GradientSync, present_anywhere
 from fcp_cli.runtime.transport import World
 
 # Names since torch 2.13, in which the older ones are deprecated.
@@ -157,7 +157,7 @@ class Replica(GradientSync):
     @torch.no_grad()
     def reduce(self) -> None:
         """Set the reduced gradient of each updated weight, and free the model's gradients."""
-        wanted = self._present_anywhere()
+        wanted = present_anywhere(map(_gradient, self._trained), self._world, self._trained[0].parameter.device)
         for bucket in self._messages:
             self._reduce(bucket)
         for weight, has_gradient in zip(self._trained, wanted, strict=True):
@@ -167,14 +167,6 @@ class Replica(GradientSync):
     def drop(self) -> None:
         for weight in self._trained:
             weight.updated.grad = None
-
-    def _present_anywhere(self) -> list[bool]:
-        """Return for each weight whether any rank has a gradient."""
-        present = [_gradient(weight) is not None for weight in self._trained]
-        counts = torch.tensor(present, dtype=torch.float32).to(self._trained[0].parameter.device, non_blocking=True)
-        self._world.all_reduce_sum(counts)
-        # Reading the counts synchronizes with the device, so only ranks with missing gradients do it.
-        return present if all(present) else (counts > 0).tolist()
 
     def _reduce(self, bucket: Sequence[_Weight]) -> None:
         flat = self._flat_gradients(bucket)

@@ -159,9 +159,11 @@ class ThreadWorld:
     def broadcast(self, tensor: Tensor) -> None:
         self._exchange(tensor, lambda tensors: tensors[0])
 
-    def start_sum(self, tensor: Tensor) -> Done:
+    def start_all_reduce(self, tensor: Tensor) -> Done:
         self.all_reduce_sum(tensor)
         return Done()
+
+    start_sum = start_all_reduce
 
     def swap(self, told: Tensor, to: int, heard: Tensor, source: int) -> None:
         ThreadTransport(self._meeting.swaps, self._rank).start("word", told, to, heard, source).wait()

@@ -311,6 +311,10 @@ class RecordingWorld:
         self._record.record_collective("all_reduce", tensor)
         self._inner.all_reduce_sum(tensor)
 
+    def start_all_reduce(self, tensor: Tensor) -> Waitable:
+        self._record.record_collective("all_reduce", tensor)
+        return self._inner.start_all_reduce(tensor)
+
     def broadcast(self, tensor: Tensor) -> None:
         self._record.record_collective("broadcast", tensor)
         self._inner.broadcast(tensor)

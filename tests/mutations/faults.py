@@ -170,9 +170,9 @@ FAULTS = (
     Fault(
         says="gradients divided by the number of ranks",
         file="runtime/gradients.py",
-        function="PlainSync._reduce",
-        text="self._world.all_reduce_sum(flat)",
-        becomes="self._world.all_reduce_sum(flat)\n        flat[: -len(flags)] /= self._world.size",
+        function="_Bucket.__init__",
+        text="world.start_all_reduce(self._flat)",
+        becomes="world.start_all_reduce(self._flat.div_(world.size))",
     ),
     Fault(
         says="row products of shared heads from the wrong tensor",

@@ -294,51 +294,72 @@ def _grad_shapes(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **op
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+# As in `TORCH_LIBRARY` of flash-attention's hopper/flash_api.cpp; its backward returns five more tensors.
 _FA3_FORWARD = (
-    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? out, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, "
-    "int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, "
-    "Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
-    "float? softmax_scale, bool is_causal, int window_size_left, int window_size_right, int attention_chunk, "
-    "float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, "
-    "int sm_margin) -> (Tensor, Tensor, Tensor, Tensor)"
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, Tensor? out=None, "
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, "
+    "Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? page_table=None, "
+    "Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
+    "Tensor? seqlens_rotary=None, Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, "
+    "int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _FA3_BACKWARD = (
-    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, Tensor(b!) dk, "
-    "Tensor(c!) dv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
-    "int? max_seqlen_q, int? max_seqlen_k, float? softmax_scale, bool is_causal, int window_size_left, "
-    "int window_size_right, float softcap, bool deterministic, int sm_margin) -> ()"
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq=None, "
+    "Tensor(b!)? dk=None, Tensor(c!)? dv=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
+    "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> ()"
 )
+
+
+def _fa3_given(name: str, args: tuple[Any, ...]) -> tuple[dict[str, Any], Segments]:
+    """Return an operator's arguments by name, and its segments; the dispatcher drops defaults at the end."""
+    arguments = getattr(torch.ops.flash_attn_3, name).default._schema.arguments
+    given = {one.name: args[at] if at < len(args) else one.default_value for at, one in enumerate(arguments)}
+    segments = _segments(given["cu_seqlens_q"], given["cu_seqlens_k"], given["is_causal"], given["window_size_left"])
+    longest = max(segments.q_lengths), max(segments.k_lengths)
+    assert (given["max_seqlen_q"], given["max_seqlen_k"]) == longest
+    return given, segments
 
 
 def _fa3_forward(*args: Any) -> tuple[Tensor, ...]:
-    q, k, v, cu_q, cu_k = *args[:3], *args[7:9]
-    out, lse = DenseKernel().forward(q, k, v, _segments(cu_q, cu_k, args[24], args[25]), args[23])
+    given, segments = _fa3_given("fwd", args)
+    out, lse = DenseKernel().forward(given["q"], given["k"], given["v"], segments, given["softmax_scale"])
     return out, lse.t().contiguous(), torch.empty(0), torch.empty(0)
 
 
 def _fa3_backward(*args: Any) -> None:
-    dout, q, k, v, out, lse = args[:6]
-    segments = _segments(args[9], args[10], args[16], args[17])
-    for into, grad in zip(
-        args[6:9], DenseKernel().backward(dout, q, k, v, out, lse.t(), segments, args[15]), strict=True
-    ):
-        into.copy_(grad)
+    given, segments = _fa3_given("bwd", args)
+    dout, q, k, v, out, lse = (given[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse"))
+    grads = DenseKernel().backward(dout, q, k, v, out, lse.t(), segments, given["softmax_scale"])
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        given[name].copy_(grad)
+
+
+def _of_may_2025(schema: str) -> str:
+    """Return a schema whose arguments before the window have no defaults."""
+    head, window, tail = schema.partition("int window_size_left")
+    return head.replace("=None", "").replace("=False", "") + window + tail
 
 
 @cache
-def _fa3_library() -> Any:
-    library = _Library("flash_attn_3", "DEF")
-    library.define(_FA3_FORWARD)
-    library.define(_FA3_BACKWARD)
+def _fa3_library(namespace: str) -> Any:
+    library = _Library(namespace, "DEF")
+    for schema in (_FA3_FORWARD, _FA3_BACKWARD):
+        library.define(schema if namespace == "flash_attn_3" else _of_may_2025(schema))
     library.impl("fwd", _fa3_forward, "CPU")
     library.impl("bwd", _fa3_backward, "CPU")
     return library
 
 
-def install_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
+def install_fa3(monkeypatch: pytest.MonkeyPatch, *, first_release: bool = False) -> None:
     """Install a package of FlashAttention 3, whose operators PyTorch's adapter calls."""
-    _fa3_library()
+    _fa3_library("flash_attn_3")
+    if first_release:
+        _fa3_library("flash_attn_3_of_may_2025")
+        monkeypatch.setattr(torch.ops, "flash_attn_3", torch.ops.flash_attn_3_of_may_2025)
     _install(monkeypatch, "flash_attn_interface")
     from torch.nn.attention import _fa3
 
@@ -348,23 +369,29 @@ def install_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
 def install_fa4(monkeypatch: pytest.MonkeyPatch, *, head_dims: tuple[int, ...] = (64, 96, 128)) -> None:
     """Install a package of FlashAttention 4, whose functions PyTorch's adapter calls."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        assert options["return_lse"] and options["num_splits"] == 1 and options["out"] is None
+    # As in flash_attn/cute/interface.py, less what nobody passes.
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+        seqused_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, page_table: Tensor | None = None,
+        softmax_scale: float = 0.0, causal: bool = False, window_size_left: int | None = None,
+        window_size_right: int | None = None, num_splits: int = 1, return_lse: bool = False, out: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert return_lse and num_splits == 1 and out is None
         assert q.shape[-1] in head_dims, f"head_dim {q.shape[-1]} is not supported"
-        segments = _segments(
-            options["cu_seqlens_q"], options["cu_seqlens_k"], options["causal"], options["window_size_left"]
-        )
-        out, lse = DenseKernel().forward(q, k, v, segments, options["softmax_scale"])
-        return out, lse.t()
+        segments = _segments(cu_seqlens_q, cu_seqlens_k, causal, window_size_left)
+        assert (max_seqlen_q, max_seqlen_k) == (max(segments.q_lengths), max(segments.k_lengths))
+        result, lse = DenseKernel().forward(q, k, v, segments, softmax_scale)
+        return result, lse.t()
 
     def backward(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, **options: Any
-    ) -> tuple[Tensor, ...]:
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float = 0.0,
+        causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
+        window_size_right: int | None = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+        deterministic: bool = False,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         assert lse.shape == (q.shape[1], q.shape[0]) and lse.is_contiguous()
-        segments = _segments(
-            options["cu_seqlens_q"], options["cu_seqlens_k"], options["causal"], options["window_size_left"]
-        )
-        return DenseKernel().backward(dout, q, k, v, out, lse.t(), segments, options["softmax_scale"])
+        segments = _segments(cu_seqlens_q, cu_seqlens_k, causal, window_size_left)
+        return DenseKernel().backward(dout, q, k, v, out, lse.t(), segments, softmax_scale)
 
     for name in ("flash_attn", "flash_attn.cute"):
         _install(monkeypatch, name).__path__ = []

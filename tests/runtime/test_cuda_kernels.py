@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -185,12 +188,14 @@ def test_a_log_sum_exp_of_unknown_shape_is_refused(cudnn: FakeCudnn) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+@pytest.mark.parametrize(("name", "has_adapters"), [("fa2", True), *product(("fa3", "fa4"), (True, False))])
 def test_flash_kernels_agree_with_plain_products(
-    name: KernelName, window: int | None, cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+    name: KernelName, window: int | None, has_adapters: bool, cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_fa3(monkeypatch)
     install_fa4(monkeypatch)
+    if not has_adapters:  # torch before 2.13
+        without_adapters(monkeypatch)
     (kernel,) = kernels_of(name)
     assert kernel.name == name
     agrees(kernel, Segments((5, 7), (5, 7), causal=True, window=window), (4, 2), dtype=torch.bfloat16)
@@ -199,6 +204,50 @@ def test_flash_kernels_agree_with_plain_products(
     assert torch.nn.attention.current_flash_attention_impl() is None
     if name != "fa2":
         assert not cudnn.calls, "the process's own operators are left as they are"
+
+
+def test_operators_without_defaults_of_the_first_release_are_called(
+    cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fa3(monkeypatch, first_release=True)
+    without_adapters(monkeypatch)
+    (kernel,) = kernels_of("fa3")
+    for segments in (Segments((5, 7), (5, 7), causal=True), CALLS["hop"]):
+        agrees(kernel, segments, (4, 2), dtype=torch.bfloat16)
+
+
+def without_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fa3", "fa4"):
+        monkeypatch.setitem(sys.modules, f"torch.nn.attention._{name}", None)
+
+
+def renamed(function: Any, old: str, new: str) -> Any:
+    """Return something with the schema of an operator in which one argument has another name."""
+    arguments = [SimpleNamespace(name=new if one.name == old else one.name) for one in function._schema.arguments]
+    return SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=arguments)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("q", "queries", "its fwd takes queries, k, v first, not q, k, v"),
+        ("softmax_scale", "scale", "its fwd has no argument softmax_scale"),
+    ],
+)
+def test_an_operator_of_another_schema_is_one_line_and_the_next_kernel(
+    old: str, new: str, reason: str, cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fa3(monkeypatch)
+    without_adapters(monkeypatch)
+    fwd, bwd = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
+    monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=renamed(fwd.default, old, new), bwd=bwd))
+    with pytest.raises(UnavailableError, match=f"flash-attn-3 does not fit torch .*: {reason}"):
+        kernels_of("fa3")
+    chosen = ChosenKernel(Preference(asked="fa3", excluded=frozenset({"cudnn"})))
+    assert chosen.of(SMALL._replace(dtype=torch.bfloat16), CALLS["one"], CPU).name == "fa2"
+    monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace())
+    with pytest.raises(UnavailableError, match=r"flash-attn-3 does not fit torch .*'fwd'"):
+        kernels_of("fa3")
 
 
 @pytest.mark.parametrize(
@@ -221,10 +270,6 @@ def test_a_kernel_that_cannot_run_here_says_why(
 
 def test_releases_settings_and_scripts_rule_kernels_out(cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch) -> None:
     install_fa3(monkeypatch)
-    with monkeypatch.context() as older:
-        older.setitem(sys.modules, "torch.nn.attention._fa3", None)
-        with pytest.raises(UnavailableError, match=r"flash-attn-3 does not fit torch .*torch.nn.attention._fa3"):
-            kernels_of("fa3")
     with monkeypatch.context() as broken:
         broken.delattr("torch.nn.attention._fa3._fa3_flash_attention_backward_impl")
         with pytest.raises(UnavailableError, match=r"flash-attn-3 does not fit torch .*_fa3_flash_attention_backward"):

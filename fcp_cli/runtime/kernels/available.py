@@ -1,14 +1,15 @@
 """Attention kernels that a CUDA device and this PyTorch release can run, by name.
 
-FlashAttention 3 and 4 are separate packages, which PyTorch adapts to the signature of its flash operators. Its registry
-(`torch.nn.attention`) replaces the operators with these adapters for the whole process. fcp calls the adapters
-directly, so that the operators stay unchanged. If the script has activated an implementation in the registry, it stays
-active and the flash operators run it.
+FlashAttention 3 and 4 are separate packages, which PyTorch 2.13 adapts to the signature of its flash operators; for
+older releases `flash_packages` does. PyTorch's registry (`torch.nn.attention`) replaces the operators with its adapters
+for the whole process. fcp calls the adapters directly, so that the operators stay unchanged. If the script has
+activated an implementation in the registry, it stays active and the flash operators run it.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple, Protocol
@@ -20,6 +21,7 @@ from fcp_cli.cost.recipe import KernelName
 from fcp_cli.runtime.kernels.base import AttentionKernel
 from fcp_cli.runtime.kernels.cuda import ATEN, CudaFlashKernel, FlashOperators
 from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
+from fcp_cli.runtime.kernels.flash_packages import flash_3, flash_4
 from fcp_cli.runtime.layout import Segments
 
 
@@ -37,7 +39,10 @@ class UnavailableError(Exception):
 
 
 class _Adapter(NamedTuple):
-    """PyTorch's adapter of a package: its module, the function that imports the package, and the two operators."""
+    """PyTorch's adapter of a package: its module, the function that imports the package, and the two operators.
+
+    `direct` returns the operators where PyTorch has no such module.
+    """
 
     package: str
     install: str
@@ -46,6 +51,7 @@ class _Adapter(NamedTuple):
     load: str
     forward: str
     backward: str
+    direct: Callable[[], FlashOperators]
 
 
 _ADAPTERS: Final = {
@@ -57,6 +63,7 @@ _ADAPTERS: Final = {
         load="_fa3_import_module",
         forward="_fa3_flash_attention_forward_impl_default",
         backward="_fa3_flash_attention_backward_impl",
+        direct=flash_3,
     ),
     "fa4": _Adapter(
         package="flash_attn.cute.interface",
@@ -66,6 +73,7 @@ _ADAPTERS: Final = {
         load="_fa4_import_module",
         forward="_fa4_flash_attention_forward_impl",
         backward="_fa4_flash_attention_backward_impl",
+        direct=flash_4,
     ),
 }
 _FA4_PATH: Final = "_FA4_MODULE_PATH"  # the adapter looks up the package here at each call
@@ -137,6 +145,8 @@ def _adapted(name: KernelName) -> FlashOperators:
     if not _is_installed(adapter.package):
         raise UnavailableError(f"the package {adapter.install} is not installed")
     try:
+        if not _is_installed(adapter.module):
+            return adapter.direct()
         module: Any = importlib.import_module(adapter.module)
         getattr(module, adapter.load)(adapter.package)
         if name == "fa4":
