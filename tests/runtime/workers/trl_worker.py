@@ -94,7 +94,7 @@ def accumulated_dpo(folder: Path) -> dict[str, Any]:
         return {**dpo(folder, **ACCUMULATED), "said": said.getvalue()}
 
 
-ACCUMULATED = {"per_device_train_batch_size": GLOBAL_BATCH // 4, "gradient_accumulation_steps": 2}
+ACCUMULATED: dict[str, Any] = {"per_device_train_batch_size": GLOBAL_BATCH // 4, "gradient_accumulation_steps": 2}
 PAIRS, PAIR_WAVES = "pairs-iteration.parquet", "pairs-waves.parquet"
 CASES: Cases = {
     "sft": (ITERATION, sft),
@@ -114,5 +114,5 @@ REFUSALS: Cases = {
 
 
 if __name__ == "__main__":
-    os.environ.update(CI="1", HF_HUB_OFFLINE="1")
+    os.environ.update(CI="1", HF_HUB_OFFLINE="1", FCP_TESTS_FORKS="")  # their server of forks imported without them
     main(Path(sys.argv[1]), sys.argv[2:], CASES, REFUSALS)
