@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import MISSING, field, make_dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, cast, get_args
 
 import typer
@@ -109,8 +109,8 @@ def _parameter(option: Option) -> inspect.Parameter:
     if option.choices or option.name in OF_OPTION:
         settings["autocompletion"] = _completion(option)
     if option.commas or option.choices or option.type in (int, float):
-        # Parsed by fcp: typer's messages omit the value.
-        settings["parser"] = partial(read_value, option)
+        # Parsed by fcp: typer's messages omit the value. A function, not a partial: click takes its __name__.
+        settings["parser"] = lambda value: read_value(option, value)
     if isinstance(mark, Opt):
         switch = f"/--no-{option.flag[2:]}" if mark.negatable else ""
         flags = mark.flags or (option.flag + switch,)

@@ -546,9 +546,9 @@ def _wrong_estimate(job: Job, slowdown: float | None) -> str:
     from fcp_cli.runs.metrics_reader import FAR_OFF, busy_cores
 
     profile = job.profile
-    if slowdown is None or 1 / FAR_OFF < slowdown < FAR_OFF or busy_cores():
+    if profile is None or profile.is_measured:
         return ""
-    if profile is None or profile.origin not in ("analytic", "assumed"):
+    if slowdown is None or 1 / FAR_OFF < slowdown < FAR_OFF or busy_cores():
         return ""
     measuring = shlex.join(["fcp", "profile", *(["--model", job.model] if job.model is not None else [])])
     return (

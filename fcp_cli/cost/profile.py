@@ -199,6 +199,11 @@ class CostProfile:
     text: str = field(default="", compare=False)
 
     @property
+    def is_measured(self) -> bool:
+        """Whether its times come from measurements instead of data sheets or assumptions."""
+        return self.origin in ("measured", "fitted")
+
+    @property
     def expert_parallel(self) -> int:
         """Expert-parallel size from the block `measurement`, 1 by default."""
         found = self.measurement.get("expert_parallel", 1)

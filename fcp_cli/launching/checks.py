@@ -108,7 +108,7 @@ def token_budget(job: Job, facts: Facts) -> Iterator[Finding]:
     room = replace(memory, capacity_bytes=capacity * (1 - RESERVE_FRACTION)).tokens_per_rank() or 0
     remedy = f"plan with --tokens-per-rank {room}" if room > 0 else "the model alone is larger, so choose a smaller one"
     model = "the model" if job.model is not None else f"{profile.model}, the plan's model"
-    is_certain = profile.origin in ("measured", "fitted") and job.model is not None  # analytic profiles are estimates
+    is_certain = profile.is_measured and job.model is not None
     yield (error if is_certain else warning)(
         f"{job.plan} lets a rank hold {job.metadata.tokens_per_rank:,} tokens, {needed / 1e9:.1f} GB with {model}, "
         f"but a device here has {capacity / 1e9:.1f} GB; {remedy}"

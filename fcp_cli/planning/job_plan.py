@@ -222,10 +222,10 @@ class JobPlanner:
         foreseen = self._batches.steps_per_epoch if self._job.epochs is None else len(self._batches)
         if step.step + 1 == min(_SHOWN_STEPS, foreseen):
             mean = float(np.mean([step.makespan_seconds for step in self._shown]))
-            gain = comparison(self._job, self._batches, mean, [step.step for step in self._shown])
+            compared, gain = comparison(self._job, self._batches, mean, [step.step for step in self._shown])
             profile, number = self._batches.problem.profile, len(self._shown)
             _say(
-                f"{duration(mean)} a step predicted for the first {number}{gain}; times of {profile.model} on "
+                f"{duration(mean)} a step predicted for the first {number}{compared}; times of {profile.model} on "
                 f"{profile.cluster} ({self._times})"
             )
             if self._measures:  # the times are computed, and no measure of how long the job takes
@@ -352,32 +352,33 @@ _PACKED_ROWS: Final = 8192  # largest sample of the training data that is packed
 _PACKED_STEPS: Final = 16  # largest number of packed steps that are priced
 
 
-def comparison(job: JobFacts, batches: GlobalBatches, planned: float, steps: Sequence[int]) -> str:
-    """Return a clause of a message that compares the planned seconds of a step with the script's own.
+def comparison(job: JobFacts, batches: GlobalBatches, planned: float, steps: Sequence[int]) -> tuple[str, str]:
+    """Return a clause that compares the planned seconds of a step with the script's own, and the same without seconds.
 
     Args:
-        job: facts of the script's loop; for `DPOTrainer` the clause is empty.
+        job: facts of the script's loop; for `DPOTrainer` the clauses are empty.
         batches: the batches of the plan.
         planned: mean predicted seconds of `steps` under the plan.
         steps: the steps to compare.
     """
     if job.loop == "DPOTrainer":
-        return ""
+        return "", ""
     squares = ", with attention over the joined row" if job.masks_all_pairs else ""
     if job.packs_to is None:
         own = own_seconds(batches, job, steps)
-        kind = "padding-free" if job.concatenates else "padded"
-        grouped = ", rows grouped by length" if job.groups_by_length else ""
-        of_script = f"the script's own {kind} batches ({duration(own)}{squares}{grouped})"
+        habit = f"the script's own {'padding-free' if job.concatenates else 'padded'} batches"
+        figures = f"{squares}{', rows grouped by length' if job.groups_by_length else ''}"
     else:
         own, sequences = packed_step(batches, job)
         own *= job.global_batch_size / sequences
-        of_script = f"the script's own packing ({duration(own)} for as many sequences{squares})"
+        habit, figures = "the script's own packing", f" for as many sequences{squares}"
     if planned < own * (1 - _AS_GOOD):
-        return f", {1 - planned / own:.0%} less than {of_script}"
-    if planned <= own * (1 + _AS_GOOD):
-        return f", as long as {of_script}: a plan gains nothing here"
-    return f", {planned / own - 1:.0%} more than {of_script}: start the script without fcp"
+        clause = f", {1 - planned / own:.0%} less than {{}}"
+    elif planned <= own * (1 + _AS_GOOD):
+        clause = ", as long as {}: a plan gains nothing here"
+    else:
+        clause = f", {planned / own - 1:.0%} more than {{}}: start the script without fcp"
+    return clause.format(f"{habit} ({duration(own)}{figures})"), clause.format(habit)
 
 
 def own_seconds(batches: GlobalBatches, job: JobFacts, steps: Sequence[int]) -> float:

@@ -206,7 +206,7 @@ def unfixed_request(asked: RecipeRequest) -> RecipeRequest:
 def on_devices(ranks: JobRanks, profile: CostProfile, *, is_measured: bool = True) -> JobRanks:
     """Return the ranks with the profile's device memory and, for training, its measured bytes per token."""
     readings: Any = profile.measurement.get("memory_readings") or ()
-    is_measured = is_measured and profile.origin in ("measured", "fitted") and len(readings) >= _FEWEST_READINGS
+    is_measured = is_measured and profile.is_measured and len(readings) >= _FEWEST_READINGS
     return replace(
         ranks,
         capacity_bytes=profile.memory.capacity_bytes,

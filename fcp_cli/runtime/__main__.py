@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import io
 import os
 import runpy
 import sys
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from fcp_cli.errors import FcpError, UsageError
@@ -74,15 +76,20 @@ _failed: list[int] = []  # exit status of a program that ended with an exception
 
 
 def _end_rank() -> None:
-    """Exit immediately if the rank has failed or a thread of fcp still runs, after all exit handlers have run.
+    """Exit immediately if the rank has failed or used torch, after all exit handlers have run.
 
-    Otherwise threads that leave torch or a back end while Python finalizes abort the process: its status and last line
-    would not be those of the error, and a finished rank would count as failed.
+    Threads that leave torch or a back end while Python finalizes abort the process: its status and last line would not
+    be those of the error, and a finished rank would count as failed. Destroying the process group does not end gloo's
+    threads if a DDP model still refers to it.
     """
-    if any(_failed) or any(thread.name.startswith("fcp-") for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(_failed[0] if _failed else 0)
+    if not any(_failed) and "torch" not in sys.modules:
+        return
+    gc.collect()  # finalizers of the script's own objects
+    for found in gc.get_objects():
+        if issubclass(type(found), io.IOBase):
+            with suppress(Exception):  # closed, or a pipe whose reader is gone
+                found.flush()
+    os._exit(_failed[0] if _failed else 0)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -81,6 +83,14 @@ def test_arguments_lists_switches_and_groups_arrive_in_one_value() -> None:
         batches=Batches(size=3, shuffle=False),
         typed=frozenset({"source", "rest", "globs", "fast", "probe", "size", "shuffle"}),
     )
+
+
+def test_values_are_parsed_by_functions_with_a_name_which_click_asks_for() -> None:
+    [go] = (one.callback for one in _app(print).registered_commands if one.name == "go")
+    assert go is not None
+    marks = [one.annotation.__metadata__[0] for one in list(inspect.signature(go).parameters.values())[1:]]
+    parsers = [mark.parser for mark in marks if mark.parser is not None]
+    assert len(parsers) == 4 and all(isinstance(parser, FunctionType) for parser in parsers)
 
 
 def test_a_group_of_overrides_holds_only_what_was_given_by_whatever_means() -> None:

@@ -86,6 +86,8 @@ def test_a_job_is_planned_from_its_facts_and_told_what_that_gains_over_its_padde
         "6 steps are planned while it trains"
     )
     assert "% less than the script's own padded batches (" in decided
+    kept = (tmp_path / "gain.txt").read_text()  # for the last line, beside measured seconds
+    assert kept.endswith("% less than the script's own padded batches") and kept in decided
     assert "times of mine on this-machine (computed; the first minute of training is measured)" in decided
 
 

@@ -101,19 +101,43 @@ def test_a_script_that_fails_ends_behind_its_exit_handlers_and_before_the_interp
     assert run("--", "fails.py", folder=folder, FCP_PLAN="plan").stdout == "in an exit handler\nin teardown\n"
 
 
-def test_a_rank_whose_loop_ended_is_not_aborted_for_a_thread_that_still_loads_ahead(folder: Path) -> None:
-    (folder / "finished.py").write_text(
-        "import threading, time, torch\n"
+ENDS = {
+    "that still loads ahead": (
         "def load():\n"
         "    while True:\n"
         "        torch.ones(300, 300).sum()\n"
         "for _ in range(4):\n"
         "    threading.Thread(target=load, name='fcp-loader', daemon=True).start()\n"
         "time.sleep(0.1)\n"
+    ),
+    "of gloo that DDP keeps": (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "sys.kept = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "sys.kept(torch.ones(1, 2)).sum().backward()\n"
+        "caught = []\n"
+        "def wait(_):\n"
+        "    while threading.current_thread() is not threading.main_thread():\n"
+        "        caught.append(time.sleep(0.01))\n"
+        "while not caught:\n"
+        "    dist.all_reduce(torch.ones(1), async_op=True).get_future().then(wait)\n"
+        "    time.sleep(0.01)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("thread", ENDS)
+def test_a_finished_rank_is_not_aborted_for_a_thread(folder: Path, thread: str) -> None:
+    (folder / "finished.py").write_text(
+        "import sys, threading, time, torch\n"
+        f"{ENDS[thread]}"
+        "sys.log = open('log', 'w')\n"
+        "sys.log.write('complete')\n"
         "print('done')\n"
     )
     ended = run("--", "finished.py", folder=folder, FCP_PLAN="plan")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+    assert (folder / "log").read_text() == "complete"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.hf, pytest.mark.distributed]
 _FOLLOWED = ("Delegating", "PerToken", "PerTokenLogits", "WhileOthersMeet", "WithFunction", "PerToken of adapters")
 _HERE = r"\(tests/runtime/workers/own_loss_worker.py:\d+\)"
 _REFUSED = {
-    "Scaling": rf"Scaling.compute_loss {_HERE} changes the loss of the Trainer's own compute_loss \([\d.]+ became [\d.]+\); a ",
+    "Scaling": rf"Scaling.compute_loss {_HERE} changes the loss of the Trainer's own compute_loss \([\d.]+ became [\d.]+\); remove",
     "Twice": rf"Twice.compute_loss {_HERE} calls the Trainer's own compute_loss twice",
     "TwoForwards": rf"TwoForwards.compute_loss {_HERE} calls the model 2 times for a micro-batch",
     "OtherTokens": rf"OtherTokens.compute_loss {_HERE} calls the model with other input_ids than the batch's",

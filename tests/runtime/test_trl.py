@@ -50,6 +50,16 @@ def test_losses_norms_weights_and_what_trl_logs_are_those_of_the_script_without_
             assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
 
 
+def test_the_start_line_names_the_means_of_accumulated_pairs_that_are_not_trls(outcomes: Outcomes) -> None:
+    plain, planned = (outcomes(phase, "dpo, accumulated")[0] for phase in ("plain", "planned"))
+    require_equal(outcomes, "dpo, accumulated")
+    named = {key for key in plain["log"][0] if key.startswith(("entropy", "logits/", "mean_token_accuracy"))}
+    for one, other in zip(plain["log"][:-1], planned["log"][:-1], strict=True):
+        for key in one.keys() - named - {"loss", "grad_norm"}:
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+    assert "; entropy, logits and mean_token_accuracy are means over a step's answer tokens" in planned["said"]
+
+
 def test_what_a_plan_would_change_in_silence_is_refused(outcomes: Outcomes) -> None:
     assert outcomes("planned", "sft packed")[0] == ("the script sets packing=True; leave it off: the plan packs")
     assert outcomes("planned", "dpo that compares pairs")[0] == (

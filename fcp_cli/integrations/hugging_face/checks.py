@@ -10,7 +10,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from itertools import islice
@@ -337,6 +337,19 @@ class Override(NamedTuple):
         return f"{self.owner}.{self.name} ({self.place})"
 
 
+def refusal(method: object, why: str, remedy: str = "remove the method") -> RunError:
+    """Return the error of a script's method or function that a plan cannot follow."""
+    return RunError(f"{method} {why}; {remedy}, or {OWN_LOOP}")
+
+
+def require_known(method: object, given: Mapping[str, Any], known: Collection[str], unnamed: int) -> None:
+    """Raise RunError if a script's method gives the model other arguments than the known ones, or `unnamed` ones."""
+    others = sorted(name for name, value in given.items() if name not in known and value not in (None, False))
+    if others or unnamed > 0:
+        named = ", ".join(others) or "arguments without names"
+        raise refusal(method, f"gives the model {named}, which a plan does not follow")
+
+
 def owner_of(trainer: Any, method: str) -> type:
     """Return the class that defines the method used by a trainer."""
     return next(kind for kind in type(trainer).__mro__ if method in vars(kind))
@@ -471,15 +484,10 @@ class WatchedMethods:
                     f"{type(error).__name__}: {error}; {OWN_LOOP}"
                 ) from error
             if len(self.answers) != 1:
-                raise RunError(
-                    f"{judged} calls the Trainer's own training_step {len(self.answers)} times, and a plan's step runs "
-                    f"in one call; remove the method, or {OWN_LOOP}"
-                )
+                times = f"calls the Trainer's own training_step {len(self.answers)} times"
+                raise refusal(judged, f"{times}, and a plan's step runs in one call")
             if result is not self.answers[0]:
-                raise RunError(
-                    f"{judged} changes the result of the Trainer's own training_step; a plan follows methods that "
-                    f"return it unchanged: remove the method, or {OWN_LOOP}"
-                )
+                raise refusal(judged, "changes the result of the Trainer's own training_step")
             return result
 
         return training_step

@@ -191,7 +191,7 @@ def _clip(accelerator: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) 
     """Clip only fully accumulated gradients: between micro-batches the optimizer does not step either."""
     import torch
 
-    if getattr(accelerator, _LOOP).is_accumulating():
+    if getattr(accelerator, _LOOP).current is not None:
         return torch.zeros((), device=accelerator.device)
     return own(accelerator, *args, **kwargs)
 

@@ -140,7 +140,7 @@ class WrittenLoop(ABC):
     def epoch(self, loader: Any) -> Iterator[dict[str, Tensor]]:
         """Yield this rank's micro-batches to the end of the plan's epoch."""
         self.follow(loader)
-        assert self.session is not None
+        assert self.session is not None and self.planned is not None
         end = self.metadata.end_step
         if self.next_step >= end:
             raise RunError(
@@ -150,7 +150,7 @@ class WrittenLoop(ABC):
         per_epoch = self.metadata.steps_per_epoch
         last = min(end, (self.next_step // per_epoch + 1) * per_epoch)
         if self._steps is None:
-            assert self._rows is not None and self.planned is not None
+            assert self._rows is not None
             self.planned.recompute_by(self.session.recompute_levels)
             self.session.fetch = self._rows.ahead(PlanSampler(self.session, first_step=self.next_step))
             self._steps = self.session.steps(self.model, first_step=self.next_step)
@@ -167,7 +167,7 @@ class WrittenLoop(ABC):
                     )
                 if microbatch.is_last:
                     break
-                self._leave()
+                self.planned.leave()
         if self.next_step >= end:
             self._steps.close()  # writes the metrics of the last step
         elif self.session.recorder is not None:  # this may be the loop's last epoch; only the script knows
@@ -184,19 +184,14 @@ class WrittenLoop(ABC):
 
     def after_backward(self) -> None:
         """Sum gradients over all ranks after the backward pass of a step's last micro-batch."""
-        if self.current is not None and self.current.is_last and self._rest is not None:
+        if self.planned is not None and self.current is not None and self.current.is_last and self._rest is not None:
             rest = next(self._rest, None)
             assert rest is None
-            self._leave()
+            self.planned.leave()
             self._next_step = self.next_step + 1
 
     def enter(self, microbatch: LocalMicroBatch, *, divided_by: int = 1) -> dict[str, Tensor]:
-        """Return a micro-batch as the script's loader would.
-
-        Args:
-            microbatch: micro-batch of the plan.
-            divided_by: factor by which the framework divides the loss for gradient accumulation; undone by the model.
-        """
+        """Return a micro-batch as the script's loader would; `divided_by` is that of `PlannedModel.enter`."""
         assert self.planned is not None and self.session is not None
         # Scripts log the mean over ranks and over accumulated batches.
         shown = self.session.world.size * self.accumulates
@@ -207,18 +202,9 @@ class WrittenLoop(ABC):
         if self._steps is not None:
             self._steps.close()
 
-    def _leave(self) -> None:
-        assert self.planned is not None
-        self.planned.leave()
-
-
-# A transformers model in a script's own loop, whose loss on a micro-batch is this rank's part of the step's loss.
-#
-# For loops that call `model(**batch).loss` themselves, with accelerate, DeepSpeed or Lightning modules.
-
 
 class PlannedModel:
-    """A model trained by the script's own calls, hooked before it is wrapped by DDP etc.
+    """A model trained by the script's own `model(**batch).loss`, hooked before it is wrapped by DDP etc.
 
     Args:
         model: transformers model, possibly with PEFT adapters.
@@ -297,10 +283,8 @@ class _PlannedBatch(dict[str, Tensor]):
             raise KeyError(name)
 
 
-# Follows a plan in a plain accelerate loop: its prepared loader yields the plan's micro-batches one by one.
-#
-# The script's `model(**batch).loss` becomes this rank's part of the step's loss. Its optimizer, scheduler and
-# clipping take effect once the step's gradients are complete, as signalled by accelerate's `sync_gradients`.
+# A plain accelerate loop: its optimizer, scheduler and clipping take effect once the step's gradients are complete, as
+# signalled by accelerate's `sync_gradients`.
 
 _POSITION = "fcp_step.json"
 _LOSSES_SHOWN = (
@@ -355,10 +339,6 @@ class AcceleratedLoop(WrittenLoop):
         super().follow(loader)
         if is_first and self.accelerator.is_main_process:
             print(_LOSSES_SHOWN, file=sys.stderr, flush=True)
-
-    def is_accumulating(self) -> bool:
-        """Return whether the step's gradients are still incomplete."""
-        return self.current is not None
 
     def require_whole_step(self, what: str) -> None:
         """Raise RunError if ranks with different numbers of micro-batches would deadlock."""

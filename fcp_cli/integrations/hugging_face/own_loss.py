@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.checks import OWN_LOOP, Override, loss_class
+from fcp_cli.integrations.hugging_face.checks import OWN_LOOP, Override, loss_class, refusal, require_known
 from fcp_cli.integrations.hugging_face.losses import PlannedLoss, kept_logits
 from fcp_cli.integrations.transformers.linear import linear_layers
 from fcp_cli.integrations.transformers.preparation import SwitchedAttention
@@ -192,22 +192,15 @@ class OwnLoss(PlannedLoss):
             raise RunError(f"{self._judged} calls the model itself and the Trainer's own compute_loss; {OWN_LOOP}")
         if result is not batch.delegated:
             own, changed = (float(value.detach()) for value in (batch.delegated, result) if value is not None)
-            raise RunError(
-                f"{self._judged} changes the loss of the Trainer's own compute_loss ({own:.7g} became {changed:.7g}); "
-                f"a plan follows methods that return it unchanged: remove the change, or {OWN_LOOP}"
-            )
+            why = f"changes the loss of the Trainer's own compute_loss ({own:.7g} became {changed:.7g})"
+            raise refusal(self._judged, why, "remove the change")
 
     def _require_one_call(self, batch: _Batch) -> None:
         if self.mean_over != "tokens":
-            raise RunError(
-                f"{self._judged} does not return the loss of the Trainer's own compute_loss, which the mean over pairs "
-                f"or over batches needs; remove the method, or {OWN_LOOP}"
-            )
+            why = "does not return the loss of the Trainer's own compute_loss, which a mean over pairs or batches needs"
+            raise refusal(self._judged, why)
         if batch.forwards != 1:
-            raise RunError(
-                f"{self._judged} calls the model {batch.forwards} times for a micro-batch; a plan follows losses of "
-                f"one call: remove the method, or {OWN_LOOP}"
-            )
+            raise refusal(self._judged, f"calls the model {batch.forwards} times for a micro-batch, and not once")
 
     # Hooks for the model, which the script's method calls.
 
@@ -223,26 +216,18 @@ class OwnLoss(PlannedLoss):
         if batch.is_whole:
             return None
         given = {**kwargs, "input_ids": args[0]} if args else kwargs
-        self._require_known(batch, given, len(args))
+        require_known(self._judged, given, _USED, len(args) - 1)
+        self._require_own(batch, given)
         batch.keep, batch.labels, batch.items = (
             given.get(name) for name in ("logits_to_keep", "labels", "num_items_in_batch")
         )
         return (), {"input_ids": batch.tokens, "position_ids": batch.positions}
 
-    def _require_known(self, batch: _Batch, given: Mapping[str, Any], positional: int) -> None:
-        others = sorted(name for name, value in given.items() if name not in _USED and value not in (None, False))
-        if others or positional > 1:
-            raise RunError(
-                f"{self._judged} gives the model {', '.join(others) or 'arguments without names'}, which a plan does "
-                f"not follow; remove the method, or {OWN_LOOP}"
-            )
+    def _require_own(self, batch: _Batch, given: Mapping[str, Any]) -> None:
         for name in ("input_ids", "attention_mask", "labels"):
             is_cut = name == "labels" and given.get("logits_to_keep") is not None
             if given.get(name) is not None and given[name] is not batch.shown.get(name) and not is_cut:
-                raise RunError(
-                    f"{self._judged} calls the model with other {name} than the batch's; remove the method, or "
-                    f"{OWN_LOOP}"
-                )
+                raise refusal(self._judged, f"calls the model with other {name} than the batch's")
 
     def _give_whole_batch(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         batch = self._batch

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fcp_cli.errors import RunError
-from fcp_cli.integrations.hugging_face.checks import OWN_LOOP, Override
+from fcp_cli.integrations.hugging_face.checks import Override, refusal, require_known
 from fcp_cli.integrations.hugging_face.losses import BatchMeans, PlannedLoss, kept_logits
 from fcp_cli.runtime.choices import IGNORED
 from fcp_cli.runtime.ring import Ring
@@ -138,11 +138,6 @@ def two_way(log_probs: Tensor, is_learned: Tensor) -> Tensor:
     """Return logits [..., 2] whose log-softmax at index 0 is the given log-probability, with its gradient."""
     others = torch.log((-torch.expm1(log_probs.masked_fill(~is_learned, -1.0))).clamp(min=1e-12))
     return torch.stack((log_probs, others), dim=-1).masked_fill(~is_learned[..., None], 0.0)
-
-
-def current_pairs() -> PairPack | None:
-    """Return the pack of pairs that a loss currently runs on, or None."""
-    return _current.get()
 
 
 def hook_pairs(model: nn.Module) -> None:
@@ -408,10 +403,8 @@ class LogitPreferenceLoss(PreferenceLoss):
         self._replays = False
         most = _EXACT if dtype == torch.float32 else _ROUGH
         if not abs(found - expected) <= most * max(abs(found), 1.0):
-            raise RunError(
-                f"{self._judged} is not a mean over pairs: {found:.8g} of a micro-batch, {expected:.8g} of its halves; "
-                f"the plan chooses which pairs meet in a micro-batch: use another loss, or {OWN_LOOP}"
-            )
+            why = f"is not a mean over pairs: {found:.8g} of a micro-batch, {expected:.8g} of its halves"
+            raise refusal(self._judged, f"{why}, and the plan chooses which pairs meet", "use another loss")
 
     @contextmanager
     def _collected(self, weights: Mapping[str, float]) -> Iterator[None]:
@@ -436,20 +429,15 @@ class LogitPreferenceLoss(PreferenceLoss):
     def _give_own_tokens(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        pack = current_pairs()
+        pack = _current.get()
         if pack is None or not pack.pairs:
             return None
-        others = sorted(name for name, value in kwargs.items() if name not in _USED and value not in (None, False))
-        if others or args:
-            raise RunError(
-                f"{self._judged} gives the model {', '.join(others) or 'arguments without names'}, which a plan does "
-                f"not support; remove it, or {OWN_LOOP}"
-            )
+        require_known(self._judged, kwargs, _USED, len(args))
         self._keep = kwargs.get("logits_to_keep")
         return (), {"input_ids": pack.microbatch.input_ids, "position_ids": pack.microbatch.position_ids}
 
     def _give_whole_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        pack = current_pairs()
+        pack = _current.get()
         if pack is None or not pack.pairs:
             return None
         logits = output.logits

@@ -45,11 +45,6 @@ class LoadedLengths:
 
     def __init__(self, loader: Any, *, pairs: bool, config: Any = None) -> None:
         self._loader, self._pairs, self._config = loader, pairs, config
-        if not hasattr(loader.dataset, "__len__") or not hasattr(loader.dataset, "__getitem__"):
-            raise RunError(
-                f"the training data is a {type(loader.dataset).__name__}, which is read as a stream: its lengths are "
-                "not known in advance; use data with random access (datasets.Dataset), or see docs/how-to/online.md"
-            )
         self._cache = self._cache_file()  # now, since tokenizers remember their last call's settings
 
     def __len__(self) -> int:

@@ -47,6 +47,8 @@ _RANDOM = (
     ", at random: batches are others than without a plan; curves overlay with train_sampling_strategy='sequential'"
 )
 
+_TOKEN_MEANS = "; entropy, logits and mean_token_accuracy are means over a step's answer tokens, not over its batches'"
+
 
 class TrainerFollower:
     """Follows the plan in one call of `Trainer.train`. Created on every rank, before the model is wrapped.
@@ -166,12 +168,14 @@ class TrainerFollower:
     def _announce(self, first_step: int) -> None:
         if self.session.rank == 0:
             metadata, trainer = self.session.metadata, self._trainer
+            accumulates = trainer.args.gradient_accumulation_steps > 1
+            means = _TOKEN_MEANS if accumulates and type(self._loss) is PreferenceLoss else ""
             known = f"plan hash {metadata.plan_hash[:12]}" if metadata.plan_hash else "in the making"
             print(
                 f"fcp: following {self.session.plan} ({known}) from step {first_step} of "
                 f"{metadata.end_step}, {metadata.num_ranks} ranks, sync {metadata.sync}; {type(trainer).__name__}, "
                 f"rows in the plan's order{_RANDOM if metadata.shuffle else ''}; tokens and total_flos count no "
-                "padding",
+                f"padding{means}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -215,17 +219,13 @@ def _own_loss(
     return OwnLoss(trainer, judged, planned, attentions=attentions, read=rows)
 
 
-# A mixin that makes a `transformers.Trainer` subclass follow a plan explicitly.
-#
-#     class PlannedTrainer(fcp_cli.runtime.FollowsPlan, Trainer): ...
-#
-# Under `fcp launch` it is not needed: there `Trainer` itself is hooked in the same three methods.
-
 _FOLLOWER = "_fcp_follower"
 
 
 class FollowsPlan:
     """Mixin to put before `transformers.Trainer`, or a subclass such as TRL's `SFTTrainer`, in a class's bases.
+
+    Under `fcp launch` it is not needed: there `Trainer` itself is hooked in the same three methods.
 
     Attributes:
         plan: plan file; defaults to FCP_PLAN.

@@ -112,7 +112,7 @@ def test_lora_is_that_of_the_framework_alone(job: Job) -> None:
     job.assert_equal("lora", "lora-alone")
 
 
-@pytest.mark.parametrize("job", ["axolotl"], indirect=True)
+@pytest.mark.parametrize("job", ["axolotl", "llama_factory"], indirect=True)
 def test_ctrl_c_ends_the_step_and_the_last_line_continues(job: Job) -> None:
     folder = job.folder
     status, written = interrupted(*job.typed("stopped"), folder=folder, after=folder / "stopped" / "checkpoint-1")
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_step_and_the_last_line_continues(job: Job) -> None:
     last = written.strip().splitlines()[-1]
     found = re.fullmatch(
         r"error: interrupted; (\d) steps saved in stopped/checkpoint-\1, continue with: fcp launch --plan "
-        r"stopped-run/plan.parquet --run-dir stopped-run -- -m axolotl.cli.train stopped.yaml",
+        rf"stopped-run/plan.parquet --run-dir stopped-run -- -m {re.escape(job.framework.started)} stopped.yaml",
         last,
     )
     assert found is not None, last
