@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
@@ -292,12 +293,22 @@ def check_links(bench: Bench) -> Finding:
             rates[link.tier][str(num_bytes)] = num_bytes / seconds / 1e9
         told = ", ".join(f"{_size(int(size))} {rate:.3g}" for size, rate in rates[link.tier].items())
         lines.append(f"GB/s {_NAMES[link.tier]}: {told}")
+    if bench.device.type == "cuda" and bench.world.size > bench.ranks_per_node:
+        lines.append(f"channels per peer: {_channels(os.environ)}")
     return Finding(
         name="links",
         passed=None,
         lines=tuple(lines) or ("a single rank sends no messages",),
         figures={"first_contact": contacts, "gigabytes_per_second_by_size": rates},
     )
+
+
+def _channels(variables: Mapping[str, str]) -> str:
+    """Return the channels of a message on several nodes, which NCCL tells its log alone."""
+    given = variables.get("NCCL_NCHANNELS_PER_NET_PEER")
+    if given is not None:
+        return f"{given}, by NCCL_NCHANNELS_PER_NET_PEER"
+    return "NCCL's choice, 1 to 4, in nodes, too; NCCL_DEBUG=INFO logs it, NCCL_NCHANNELS_PER_NET_PEER=8 sets it"
 
 
 def _sizes(bench: Bench) -> list[int]:
