@@ -311,13 +311,19 @@ _FA3_BACKWARD = (
 )
 
 
+FA3_MARGINS: list[int] = []
+"""`sm_margin` of each call of FlashAttention 3."""
+
+
 def _fa3_forward(*args: Any) -> tuple[Tensor, ...]:
+    FA3_MARGINS.append(args[-1])
     q, k, v, cu_q, cu_k = *args[:3], *args[7:9]
     out, lse = DenseKernel().forward(q, k, v, _segments(cu_q, cu_k, args[24], args[25]), args[23])
     return out, lse.t().contiguous(), torch.empty(0), torch.empty(0)
 
 
 def _fa3_backward(*args: Any) -> None:
+    FA3_MARGINS.append(args[-1])
     dout, q, k, v, out, lse = args[:6]
     segments = _segments(args[9], args[10], args[16], args[17])
     for into, grad in zip(

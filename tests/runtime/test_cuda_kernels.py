@@ -22,8 +22,8 @@ from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, least_unm
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.select import ChosenKernel, Preference, Signature, asked_kernel
 from fcp_cli.runtime.layout import Segments
-from tests.runtime.emulation import require_exact, use_kernel
-from tests.runtime.fake_cuda import FakeCudnn, FakeFlash, install_fa3, install_fa4, registered
+from tests.runtime.emulation import require_exact, run_emulated, use_kernel
+from tests.runtime.fake_cuda import FA3_MARGINS, FakeCudnn, FakeFlash, install_fa3, install_fa4, registered
 from tests.runtime.reference import make_example, relative_error
 
 pytestmark = pytest.mark.torch
@@ -558,6 +558,31 @@ def test_a_ring_whose_calls_run_different_kernels_computes_plain_attention(
     form = "packed" if packs else "dense"
     expected_calls = {f"{kernel} {direction}" for kernel in (form, "flash") for direction in ("forward", "backward")}
     assert expected_calls <= set(cudnn.calls), "rows of one token run on flash attention"
+
+
+def test_flash_attention_3_leaves_multiprocessors_to_the_messages_of_rings(
+    cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is persistent: a message would start when it ends. Nothing else is affected, and the script's own number stays."""
+    install_fa3(monkeypatch)
+    chosen = ChosenKernel(Preference(asked="fa3"))
+    use_kernel(monkeypatch, chosen)
+    example = make_example((40, 52), (4, 2), 64, dtype=torch.bfloat16)
+    run_emulated(example, 1, torch.bfloat16)  # with the kernel's test calls
+    assert set(FA3_MARGINS) == {0}, "no message is under way"
+    for given, margin in ((None, 8), (20, 20)):
+        FA3_MARGINS.clear()
+        torch._C._set_sm_carveout_experimental(given)
+        try:
+            run_emulated(example, 3, torch.bfloat16)
+            assert torch._C._get_sm_carveout_experimental() == given
+        finally:
+            torch._C._set_sm_carveout_experimental(None)
+        assert set(FA3_MARGINS) == {margin}
+    monkeypatch.setattr(chosen, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_emulated(example, 3, torch.bfloat16)
+    assert torch._C._get_sm_carveout_experimental() is None
 
 
 def test_the_environment_names_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

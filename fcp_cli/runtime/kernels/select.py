@@ -236,6 +236,42 @@ class ChosenKernel:
             )
 
 
+_SPARED: Final = 8  # as MagiAttention reserves (4 to 8, docs/main/blog/kernel_overlap.html): one per message channel
+
+
+class SparingKernel:
+    """A kernel that leaves multiprocessors to the messages beside it, if it is persistent.
+
+    FlashAttention 3 fills the device until it ends, and a message's blocks, of whatever priority, then wait for it.
+    PyTorch hands its carve-out on to it (`sm_margin`). Matrix products heed it, too, so only these calls set it.
+    """
+
+    packed = True
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self._kernel = kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        with _carve_out():
+            return self._kernel.forward(q, k, v, segments, scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with _carve_out():
+            return self._kernel.backward(dout, q, k, v, out, lse, segments, scale)
+
+
+@contextmanager
+def _carve_out() -> Iterator[None]:
+    before = torch._C._get_sm_carveout_experimental()
+    torch._C._set_sm_carveout_experimental(_SPARED if before is None else before)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(before)
+
+
 class KernelRun(NamedTuple):
     """Consecutive sequences of a call, and their kernel."""
 
