@@ -216,6 +216,7 @@ def job_environment(measurement: Measurement) -> dict[str, str]:
         ranks=measurement.ranks,
         nodes=measurement.nodes,
         tokens_per_rank=measurement.max_length // max(measurement.degrees),
+        cluster=measurement.cluster,
     )
     return set_by_fcp(variables)
 

@@ -15,10 +15,22 @@ from msgspec import Meta
 from fcp_cli.cost.recipe import KERNELS, KernelName
 from fcp_cli.util.validation import Count, NonEmptyText, NonNegative, Positive
 
-# cuDNN builds a graph for each new shape, about 42 ms each for forward and backward (pytorch#191576). Compared with
-# FlashAttention 2 on an H100 (3.7 ms forward at 8,192 tokens, 1.05 ms at 4,096; cuDNN 1.7 times as fast), 36 layers
-# amortize it from about 6,000 tokens on.
-LEAST_UNMEASURED_TOKENS: Final = 8192
+# cuDNN builds a graph for each new shape, thread and direction: 42 ms of the host (pytorch#191576). Recomputed layers
+# run forward in autograd's thread, too: three graphs. Members of a ring build at different hops, and all wait: 1.2 to
+# 1.6 times the builds of one (benchmarks/kernel_shapes.py). So a shape seen once pays from
+#     layers x seconds saved per pair x tokens^2 / 2 = 3 x 1.5 x 0.042 s
+# on: 10,300 tokens for 36 layers of 9.9e-11 s, by which cuDNN beats FlashAttention 2 in two forwards and a backward of
+# 32 heads of 128 (h100-8x8.yaml: 0.55 and 0.52 instead of 0.345 and 0.29 of 989 TFLOP/s).
+LEAST_UNMEASURED_TOKENS: Final = 11_000
+# If lengths share graphs, only joining the results of a split pack must pay: 0.2 ms of a layer at 16k tokens (3.35
+# TB/s), which is saved from 2,300 tokens on; rounded up, since no such graph was timed.
+LEAST_TOKENS_OF_SHARED_GRAPHS: Final = 4_096
+_GRAPHS, _TIMED_GRAPHS = 3, 2  # of a shape of recomputed layers; of a timing, whose thread runs forward and backward
+
+
+def pays_for_graphs(queries: int, keys: int, *, causal: bool, tokens: float) -> bool:
+    """Return whether a sequence has at least as many query-key pairs as a causal one of `tokens`."""
+    return queries * keys * (1 if causal else 2) >= tokens**2
 
 
 DefaultOrder: TypeAlias = tuple[tuple[KernelName, ...], str]
@@ -85,7 +97,7 @@ class KernelTiming:
 
     Attributes:
         forward_seconds, backward_seconds: seconds of a warmed-up call.
-        first_seconds: extra seconds of the first calls of a shape, forward and backward together.
+        first_seconds: extra seconds of the first calls of a shape, forward and backward together, after a similar one.
     """
 
     kernel: KernelName
@@ -129,8 +141,9 @@ class KernelTable:
         return {**block, "timings": [asdict(timing) for timing in self.timings]}
 
     def seconds(self, timing: KernelTiming) -> float:
-        """Return the forward and backward seconds of a call, with its share of the first seconds."""
-        return timing.forward_seconds + timing.backward_seconds + timing.first_seconds / self.layers
+        """Return the forward and backward seconds of a call, with its share of the first seconds of all threads."""
+        first = timing.first_seconds * _GRAPHS / _TIMED_GRAPHS
+        return timing.forward_seconds + timing.backward_seconds + first / self.layers
 
     def order(self, shape: ShapeClass) -> tuple[KernelName, ...]:
         """Return the kernels measured on the nearest class, fastest first; empty if no class has the mask."""

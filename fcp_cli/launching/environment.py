@@ -5,13 +5,16 @@ Variables exported by the user take precedence; `launching/checks.py` warns abou
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fcp_cli.cost.recipe import KERNEL_VARIABLE as KERNEL_VARIABLE
+from fcp_cli.errors import ProfileError
 from fcp_cli.launching.job import (
     JOIN_VARIABLE,
     METRICS_VARIABLE,
@@ -23,8 +26,11 @@ from fcp_cli.launching.job import (
     Job,
     Variable,
     argument,
+    planned_profile,
     unmade_plan,
 )
+from fcp_cli.models.cluster import load_cluster
+from fcp_cli.models.model import known_model
 from fcp_cli.plan.metadata import OTHER_BATCHES_VARIABLE, Sync
 from fcp_cli.util.machine import LocalDevices
 
@@ -43,6 +49,8 @@ _HCCL_MOST_MB = 400
 _HCCL_SHARE = 0.05  # share of device memory for all communicators
 _HCCL_BASE_PORT = 25_809
 _MEGABYTE = 1 << 20
+_CHANNEL_BYTES_PER_SECOND = 25e9  # over NVLink, estimated: 20 to 25e9
+_MOST_CHANNELS = 8  # their thread blocks take as many multiprocessors from attention
 _FLIGHT_RECORDS = 2000  # a few steps of ring hops, about 1 kB of host memory each
 _LIBRARIES = {"cuda": ("NCCL_", "TORCH_NCCL_", "FI_", "UCX_", "LD_LIBRARY_PATH"), "npu": ("HCCL_", "LD_LIBRARY_PATH")}
 _OF_ONE_PROCESS = ("_COMM_ID",)  # rendezvous of one running job: must not be copied to another
@@ -81,6 +89,7 @@ def variables_like_a_job(
     ranks: int,
     nodes: int,
     tokens_per_rank: int,
+    cluster: str,
 ) -> tuple[Variable, ...]:
     """Return the variables of a bundled-trainer job with a rank per device, without launching it.
 
@@ -92,8 +101,10 @@ def variables_like_a_job(
         ranks: total number of ranks.
         nodes: number of nodes; if several, interface variables have no value, since each node finds its own.
         tokens_per_rank: token budget.
+        cluster: name or description of the cluster.
     """
     metadata = unmade_plan(ranks=ranks, ranks_per_node=ranks // nodes, sync=sync, tokens_per_rank=tokens_per_rank)
+    metadata = replace(metadata, cost_profile=json.dumps({"model": model, "cluster": cluster}))
     job = Job(
         plan=Path(),
         metadata=metadata,
@@ -197,6 +208,29 @@ def _cuda(job: Job, interface: str | None) -> Iterator[Variable]:
     yield from _nccl_logs(job)
     if job.num_nodes > 1:
         yield _interface("NCCL_SOCKET_IFNAME", interface, job, "NCCL's bootstrap")
+        yield from _channels(job)
+
+
+def _channels(job: Job) -> Iterator[Variable]:
+    """Yield the channels of messages, each a thread block with buffers, on several nodes of NVLink.
+
+    All peers of a communicator get the least number of any pair (NCCL's src/graph/paths.cc). A remote peer has 2, or 1
+    among many ranks, up to 2.28, and one per 14 GB/s of its adapters from 2.29 on, but peers in a single node up to 32.
+    The variable holds for all communicators: all-to-alls of experts would open as many buffers to each of their peers.
+    """
+    planned = planned_profile(job.metadata)
+    model = known_model(str(planned.get("model") or ""))
+    with suppress(ProfileError):
+        cluster = load_cluster(str(planned.get("cluster") or ""))
+        needed = cluster.intra_node_bytes_per_second / _CHANNEL_BYTES_PER_SECOND
+        channels = min(_MOST_CHANNELS, 1 << math.ceil(math.log2(max(needed, 1.0))))
+        if channels > 2 and cluster.device.startswith("NVIDIA") and model is not None and model.experts is None:
+            yield Variable(
+                name="NCCL_NCHANNELS_PER_NET_PEER",
+                value=str(channels),
+                reason="channels of a message; in nodes, too, NCCL would use as few as its network needs, 1 to 4",
+                source=f"NVLink of {cluster.name}, {channels} of {math.ceil(needed)} channels that fill it",
+            )
 
 
 def _nccl_logs(job: Job) -> Iterator[Variable]:

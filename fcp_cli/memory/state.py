@@ -25,7 +25,9 @@ from fcp_cli.memory.items import MemoryItem, Precision
 from fcp_cli.models.layers import Matrix
 from fcp_cli.models.model import ModelSpec, VisionSpec
 
-PEER_BYTES = 0.47e9  # NCCL's channels per peer: 1.06 -> 4.34 GB after 7 peers (NVIDIA/nccl issue 1685)
+# NCCL's buffers per peer: 1.06 -> 4.34 GB after 7 peers (NVIDIA/nccl issue 1685). In one node, with 32 channels of a
+# message; on several nodes a peer has 8 or fewer (launching/environment.py), so this is the most.
+PEER_BYTES = 0.47e9
 COMMUNICATOR_BYTES = 0.5e9  # a communicator of all ranks, before its first peer connection
 _COMMUNICATORS = 2  # one for collectives, one for rings
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fcp_cli.cost.profile import CostProfile, dump_cost_profile, load_cost_profile
 from fcp_cli.cost.recipe import SplitAttention
@@ -234,6 +234,13 @@ def resolve_problem(
         budget = profiled_budget(request, profile, ranks, assumptions)
         if budget.level_tokens:
             profile = with_level_tokens(profile, budget.level_tokens)
+        tiers: Any = profile.measurement.get("transfers") or {}
+        is_of_one_node = profile.measurement.get("device") == "cuda" and set(tiers) == {"intra_node"}
+        if is_of_one_node and ranks.num_ranks > ranks.ranks_per_node:
+            assumptions.warn(
+                f"the profile of {profile.model} was measured on one node, where NCCL gives a message up to 32 "
+                "channels; on several nodes messages are slower inside them, too: measure with 'fcp profile --nodes 2'"
+            )
     say_what_offloading_costs(budget, profile, assumptions)
     say_what_is_recomputed(profile, assumptions)
     return problem_from(request, profile, ranks, budget, assumptions), budget

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fcp_cli.cost.kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order
+from fcp_cli.cost.kernels import KernelTable, default_order
 from fcp_cli.cost.profile import CostProfile, parse_cost_profile
 from fcp_cli.cost.recipe import KERNEL_VARIABLE, KERNELS, KernelName
 from fcp_cli.errors import RunError
@@ -25,6 +25,7 @@ from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runtime.choices import GradRingDtype
 from fcp_cli.runtime.kernels import prefer
 from fcp_cli.runtime.kernels.available import is_rocm, major_capability, unavailability
+from fcp_cli.runtime.kernels.cudnn import least_unmeasured_tokens
 from fcp_cli.runtime.kernels.select import GENERIC, Preference, Signature, asked_kernel, unusable
 from fcp_cli.runtime.layout import shard_layout
 from fcp_cli.runtime.ring import AttentionSpec, Ring
@@ -147,7 +148,7 @@ def _lines(preference: Preference, profile: CostProfile) -> list[str]:
         main, *others = usable or ["fa2"]
         source = f"{origin}; not measured: run 'fcp profile' here"
         if main == "cudnn" and others:
-            reach = f" from {LEAST_UNMEASURED_TOKENS:,} tokens of a sequence and rank on, else {', '.join(others)}"
+            reach = f" from {least_unmeasured_tokens():,} tokens of a sequence and rank on, else {', '.join(others)}"
             return [f"attention kernel cudnn{reach} ({source})", *_assumption(main, profile, shorter=others[0])]
     return [f"attention kernel {main} ({source})", *_assumption(main, profile)]
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fcp_cli.runtime.kernels import AttentionKernel, capped_kernel, lse_dtype, select_kernel
+from fcp_cli.runtime.kernels.select import ChosenKernel, SparingKernel
 from fcp_cli.runtime.layout import Hop, Rows
 from fcp_cli.runtime.ring import AttentionSpec, Ring, SavedForBackward
 from fcp_cli.runtime.rows import Pair, add, add_pair, merge, put, take, take_pair, take_with_lse
@@ -49,7 +50,7 @@ def ring_forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpe
         q, the keys and values of the previous member (at degree 1 the member's own), out in the type of q, and the
         final lse in fp32 (fp64 for fp64).
     """
-    kernel, scale = kernel_of(q, spec), spec.scale
+    kernel, scale = kernel_of(ring, q, spec), spec.scale
     if ring.degree == 1:
         out, lse = _forward_own(kernel, ring, q, k, v, scale)
         return SavedForBackward(q, k, v, out.to(q.dtype), lse)
@@ -91,7 +92,7 @@ def ring_backward(
         (dq [T, H, D], dk [T, G, D], dv [T, G, Dv]).
     """
     q, k, v, out, lse = kept
-    kernel, scale = kernel_of(q, spec), spec.scale
+    kernel, scale = kernel_of(ring, q, spec), spec.scale
     if ring.degree == 1:
         dq, dk, dv = _backward_own(kernel, ring, grad_out, kept, scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -141,10 +142,11 @@ def first_hop(ring: Ring, k: Tensor, v: Tensor) -> Waits[tuple[Tensor, Tensor]]:
     return first, second
 
 
-def kernel_of(q: Tensor, spec: AttentionSpec) -> AttentionKernel:
+def kernel_of(ring: Ring, q: Tensor, spec: AttentionSpec) -> AttentionKernel:
     """Return the attention kernel for a layer's settings and the device and type of its queries."""
     if spec.softcap is None:
-        return select_kernel(q.device.type, q.dtype)
+        kernel = select_kernel(q.device.type, q.dtype)
+        return SparingKernel(kernel) if ring.degree > 1 and isinstance(kernel, ChosenKernel) else kernel
     return capped_kernel(q.device.type, q.dtype, spec.softcap)
 
 

@@ -198,7 +198,7 @@ def window_forward(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, window: int
 ) -> Waits[SavedForBackward]:
     """Run the forward with a sliding window, to which masks may add tokens ahead; see `ring_passes.ring_forward`."""
-    kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
+    kernel, scale, work = kernel_of(ring, q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
     lse = q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     # Results that are merged further stay in the type of lse, and are rounded once at the end.
@@ -234,7 +234,7 @@ def window_backward(
         kept: q, k, v, out and lse.
     """
     q, k, v, out, lse = kept
-    kernel, scale, work = kernel_of(q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
+    kernel, scale, work = kernel_of(ring, q, spec), spec.scale, window_work(ring.ring_layout, ring.index, window)
     fetched = FetchedRows("halo", work.halo, ring.channel, k, v)
     is_whole = work.ahead is None and work.beyond is None  # each query has all its keys in one call
     dq = torch.empty_like(q) if is_whole else torch.zeros_like(q, dtype=lse.dtype)

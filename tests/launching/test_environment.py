@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,32 @@ def test_only_megatrons_own_parallelism_gets_one_hardware_queue(stack: str) -> N
     for sync in ("iteration", "microbatch"):
         assert name not in variables(stack, metadata=plan_metadata(sync=sync, pipeline_parallel=2, ranks_per_node=4))
         assert name not in variables(stack, metadata=plan_metadata(sync=sync))
+
+
+def test_messages_of_several_nodes_get_the_channels_that_nvlink_needs() -> None:
+    """NCCL's own number is that of its network, and all-to-alls of experts would open as many to all their peers."""
+    name = "NCCL_NCHANNELS_PER_NET_PEER"
+
+    def of(cluster: str, model: str = "qwen3-8b", **changed: Any) -> Variable | None:
+        profile = json.dumps({"model": model, "cluster": cluster})
+        return variables("cuda", metadata=plan_metadata(cost_profile=profile), **changed).get(name)
+
+    found = of("h100-8x8")
+    assert found is not None
+    assert (found.value, found.reason, found.source) == snapshot(
+        (
+            "8",
+            "channels of a message; in nodes, too, NCCL would use as few as its network needs, 1 to 4",
+            "NVLink of h100-8x8, 8 of 15 channels that fill it",
+        )
+    )
+    given = of("h100-8x8", given={name: "4"})
+    assert given is not None and (given.value, given.is_given) == ("4", True)
+    assert of("h100-8x8", num_nodes=1) is None
+    assert of("h100-8x8", model="qwen3-30b-a3b") is None, "experts"
+    assert of("h100-8x8", model="unknown") is None
+    for without in ("rtx-pro-6000-1x8", "mi300x-8x8", "this-machine", "unknown"):
+        assert of(without) is None, without
 
 
 def test_hccl_buffers_hold_one_hop_of_the_plans_rings() -> None:

@@ -163,6 +163,24 @@ def test_the_budget_counts_copies_of_keys_that_ranks_may_hold(folder: Path) -> N
     assert tokens("ulysses") < tokens("2d") == tokens("ring") == computed.memory.tokens_per_rank()
 
 
+def test_a_plan_of_several_nodes_warns_of_messages_that_were_measured_on_one(folder: Path) -> None:
+    link = {"seconds_per_message": 1e-5, "bytes_per_second": 3e11}
+    cases = (
+        ("cuda", ("intra_node",), 64, 1),
+        ("cuda", ("intra_node",), 8, 0),
+        ("cuda", ("intra_node", "inter_node"), 64, 0),
+        ("cuda", (), 64, 0),
+        ("cpu", ("intra_node",), 64, 0),
+    )
+    for device, tiers, ranks, warnings in cases:
+        transfers = dict.fromkeys(tiers, link)
+        profile_of(folder, origin="measured", measurement={"device": device, "transfers": transfers})
+        assumptions = Assumptions()
+        problem_for(assumptions, ranks=ranks)
+        found = [warning for warning in assumptions.warnings if "'fcp profile --nodes 2'" in warning]
+        assert len(found) == warnings, (device, tiers, ranks)
+
+
 def test_bytes_of_a_token_that_were_measured_stay(folder: Path) -> None:
     computed = profile_of(folder)
     readings = [{"tokens": tokens, "peak_bytes": 1.0} for tokens in (1024, 2048)]

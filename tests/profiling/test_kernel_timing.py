@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,40 @@ def test_usable_kernels_are_timed_and_a_class_that_one_refuses_has_no_time_of_it
         ("fa2", "mixed", 256),  # more than 8 batches of one shape
     ]
     assert all(min(one.forward_seconds, one.backward_seconds) > 0 <= one.first_seconds for one in found)
+
+
+def test_the_first_call_of_a_shape_is_timed_after_one_of_a_token_less(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each length would bear a graph that it shares; one of its own still counts."""
+    from fcp_cli.profiling import timing
+    from fcp_cli.runtime.kernels.cudnn import CudnnKernel
+    from fcp_cli.runtime.kernels.select import Signature
+
+    forward, seen, builds = CudnnKernel.forward, set[int](), [0.0]
+
+    def building(self: Any, q: Any, k: Any, v: Any, segments: Any, scale: float) -> Any:
+        shape = segments.q_lengths[0] if not shares else 1 << (segments.q_lengths[0] - 1).bit_length()
+        builds[0] += 1000.0 * (shape not in seen)
+        seen.add(shape)
+        return forward(self, q, k, v, segments, scale)
+
+    monkeypatch.setattr(CudnnKernel, "forward", building)
+    monkeypatch.setattr(timing, "calls", lambda most: [timing.Call(lengths=(32,), causal=True)])
+    perf_counter = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: perf_counter() + builds[0])
+    for shares in (True, False):
+        seen.clear()
+        found = timing.time_kernels(torch.device("cpu"), Signature(2, 1, 16, 16, torch.float32), 32)
+        assert found[0].first_seconds == pytest.approx(0.0 if shares else 1000.0, abs=100.0)
+
+
+def test_a_measured_shape_bears_the_graphs_of_recomputed_layers() -> None:
+    """A timing's thread builds two; autograd's builds forward's again."""
+    one = timing("cudnn", 256, 1.0)
+    table = KernelTable(device="fake", release="2.13", heads=(4, 2, 64), layers=10, timings=(one,))
+    priced = table.seconds(replace(one, first_seconds=0.8)) - table.seconds(replace(one, first_seconds=0.0))
+    assert priced == pytest.approx(0.12)
 
 
 def test_timing_ends_where_memory_does(hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,6 +314,10 @@ _FA3_BACKWARD = (
 )
 
 
+FA3_MARGINS: list[int] = []
+"""`sm_margin` of each call of FlashAttention 3."""
+
+
 def _fa3_given(name: str, args: tuple[Any, ...]) -> tuple[dict[str, Any], Segments]:
     """Return an operator's arguments by name, and its segments; the dispatcher drops defaults at the end."""
     arguments = getattr(torch.ops.flash_attn_3, name).default._schema.arguments
@@ -321,6 +325,7 @@ def _fa3_given(name: str, args: tuple[Any, ...]) -> tuple[dict[str, Any], Segmen
     segments = _segments(given["cu_seqlens_q"], given["cu_seqlens_k"], given["is_causal"], given["window_size_left"])
     longest = max(segments.q_lengths), max(segments.k_lengths)
     assert (given["max_seqlen_q"], given["max_seqlen_k"]) == longest
+    FA3_MARGINS.append(given["sm_margin"])
     return given, segments
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -19,18 +21,19 @@ from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels import AttentionKernel, available, select
 from fcp_cli.runtime.kernels.available import UnavailableError, kernels_of
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
-from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
+from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, least_unmeasured_tokens, packs_soundly
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.select import ChosenKernel, Preference, Signature, asked_kernel
 from fcp_cli.runtime.layout import Segments
-from tests.runtime.emulation import require_exact, use_kernel
-from tests.runtime.fake_cuda import FakeCudnn, FakeFlash, install_fa3, install_fa4, registered
+from tests.runtime.emulation import require_exact, run_emulated, use_kernel
+from tests.runtime.fake_cuda import FA3_MARGINS, FakeCudnn, FakeFlash, install_fa3, install_fa4, registered
 from tests.runtime.reference import make_example, relative_error
 
 pytestmark = pytest.mark.torch
 
 CPU = torch.device("cpu")
 SMALL = Signature(4, 2, 64, 64, torch.float32)
+SHARING = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
@@ -38,6 +41,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setenv(SHARING, "")
+    monkeypatch.delenv(SHARING)  # and restored after the test
     kernels_of.cache_clear()
 
 
@@ -115,6 +120,45 @@ def test_lengths_that_share_a_graph_of_cudnn_read_their_own_log_sum_exps(
     grads = kernel.backward(out, q, k, v, out, lse.t().contiguous().t(), segments, 0.1)
     for found, expected in zip(grads, exact.backward(out, q, k, v, out, lse, segments, 0.1), strict=True):
         assert relative_error(found, expected) <= 2e-6
+
+
+def test_a_process_builds_no_more_graphs_than_its_cap(cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has its own: where autograd's runs forward again, a shape has three."""
+    monkeypatch.setattr("fcp_cli.runtime.kernels.cudnn.MOST_GRAPHS", 6)
+
+    def of(*lengths: int) -> Segments:
+        return Segments(lengths, lengths, causal=True)
+
+    for shares, known in ((False, of(20)), (True, of(30))):
+        cudnn.shares_graphs = shares
+        kernel = CudnnKernel(cudnn.operators(packs=False))
+        agrees(kernel, of(20), (4, 2))
+        agrees(kernel, of(40), (4, 2))
+        assert kernel.refusal(of(70)) is None, "four graphs"
+        thread = threading.Thread(target=agrees, args=(kernel, of(20), (4, 2)))
+        thread.start()
+        thread.join()
+        assert kernel.refusal(of(70)) == kernel.refusal(of(20, 70)) == "a new shape, after 6 graphs"
+        assert kernel.refusal(known) is None
+        assert (kernel.refusal(of(30)) is None) == shares, "lengths up to 32 share the graph of 20"
+
+
+def test_lengths_share_graphs_unless_the_user_or_the_release_says_otherwise(
+    cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("fcp_cli.runtime.kernels.cudnn.packs_soundly", lambda _: True)  # torch 2.14: exact keys
+        kernels_of("cudnn")
+        assert SHARING not in os.environ and least_unmeasured_tokens() == 11_000
+    for given, least in (("0", 11_000), ("1", 4096)):
+        if given == "0":
+            monkeypatch.setenv(SHARING, given)
+        else:
+            monkeypatch.delenv(SHARING)
+        kernels_of.cache_clear()
+        kernels_of("cudnn")
+        assert os.environ[SHARING] == given
+        assert least_unmeasured_tokens() == least
 
 
 def test_a_kernel_whose_lengths_share_wrong_strides_fails_its_test_call(cudnn: FakeCudnn) -> None:
@@ -308,10 +352,12 @@ def test_each_architecture_has_an_order(
     capability: tuple[int, int], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, capability)
-    long = Segments((8192,), (8192,), causal=True)
+    long = Segments((11_000,), (11_000,), causal=True)
     assert Preference().order(long) == tuple(expected)
     assert Preference().favours("cudnn", "fa2", long) == (expected[0] == "cudnn")
-    short = Segments((8191, 9000), (8191, 9000), causal=True)
+    hop = Segments((11_000,), (5500,), causal=False)
+    assert Preference().order(hop) == tuple(expected), "a hop with half of the keys has as many pairs"
+    short = Segments((10_999, 20_000), (10_999, 20_000), causal=True)
     last = [name for name in expected if name != "cudnn"] + ["cudnn"]
     assert Preference().order(short) == tuple(last), "a graph for a new shape would not pay"
     assert not Preference().favours("cudnn", "fa2", short)
@@ -350,6 +396,7 @@ def test_measured_classes_come_before_the_default_order(cudnn: FakeCudnn) -> Non
     assert name((1000, 900)) == "cudnn", "no cuDNN of mixed packs was measured: one by one, as alone"
     assert name((1000, 900), causal=False) == "fa2", "not measured: the default for short sequences"
     assert name((9000, 8500), causal=False) == "cudnn"
+    assert name((2896, 2800), causal=False) == "fa2", "from as many pairs as 4,096 causal tokens on"
 
 
 def test_a_kernel_is_tested_once_and_only_for_calls_that_it_does_not_refuse(cudnn: FakeCudnn) -> None:
@@ -556,6 +603,31 @@ def test_a_ring_whose_calls_run_different_kernels_computes_plain_attention(
     form = "packed" if packs else "dense"
     expected_calls = {f"{kernel} {direction}" for kernel in (form, "flash") for direction in ("forward", "backward")}
     assert expected_calls <= set(cudnn.calls), "rows of one token run on flash attention"
+
+
+def test_flash_attention_3_leaves_multiprocessors_to_the_messages_of_rings(
+    cudnn: FakeCudnn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is persistent: a message would start when it ends. Nothing else is affected, and the script's own number stays."""
+    install_fa3(monkeypatch)
+    chosen = ChosenKernel(Preference(asked="fa3"))
+    use_kernel(monkeypatch, chosen)
+    example = make_example((40, 52), (4, 2), 64, dtype=torch.bfloat16)
+    run_emulated(example, 1, torch.bfloat16)  # with the kernel's test calls
+    assert set(FA3_MARGINS) == {0}, "no message is under way"
+    for given, margin in ((None, 8), (20, 20)):
+        FA3_MARGINS.clear()
+        torch._C._set_sm_carveout_experimental(given)
+        try:
+            run_emulated(example, 3, torch.bfloat16)
+            assert torch._C._get_sm_carveout_experimental() == given
+        finally:
+            torch._C._set_sm_carveout_experimental(None)
+        assert set(FA3_MARGINS) == {margin}
+    monkeypatch.setattr(chosen, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_emulated(example, 3, torch.bfloat16)
+    assert torch._C._get_sm_carveout_experimental() is None
 
 
 def test_the_environment_names_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(kernel_agreement, "major_capability", lambda: 9)
     monkeypatch.delenv("FCP_ATTENTION_KERNEL", raising=False)
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
 
 
 def agreed(
@@ -71,7 +72,7 @@ def agreed(
 def test_the_first_line_names_the_kernel_and_why(monkeypatch: pytest.MonkeyPatch, profile: CostProfile) -> None:
     assert agreed(monkeypatch, profile)[1] == snapshot(
         (
-            "attention kernel cudnn from 8,192 tokens of a sequence and rank on, else fa2 (Hopper: cuDNN 1.7 to 2.3 x FlashAttention 2 (transformers#48163, #48324); not measured: run 'fcp profile' here)",
+            "attention kernel cudnn from 4,096 tokens of a sequence and rank on, else fa2 (Hopper: cuDNN 1.7 to 2.3 x FlashAttention 2 (transformers#48163, #48324); not measured: run 'fcp profile' here)",
         )
     )
     assert agreed(monkeypatch, profile, asked="fa2")[1] == snapshot(

@@ -51,6 +51,45 @@ def test_the_formula_in_fp64_is_what_pytorch_computes_sequence_by_sequence() -> 
         torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
 
 
+def test_messages_of_several_nodes_come_with_their_channels(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fcp_cli.verification import checks
+
+    monkeypatch.setattr(checks, "Messenger", lambda *_: None)
+    monkeypatch.setattr(checks, "fresh_links", lambda *_: [])
+    monkeypatch.setattr(checks, "links", lambda *_: [])
+    bench.transport = bench.stopwatch = None
+    bench.device, bench.ranks_per_node = torch.device("cuda"), 8
+
+    def told(size: int) -> str:
+        bench.world.size = size
+        return checks.check_links(bench).lines[0]
+
+    monkeypatch.setenv("NCCL_NCHANNELS_PER_NET_PEER", "8")
+    assert told(16) == "channels per peer: 8, by NCCL_NCHANNELS_PER_NET_PEER"
+    monkeypatch.delenv("NCCL_NCHANNELS_PER_NET_PEER")
+    assert told(16).startswith("channels per peer: NCCL's choice, 1 to 4")
+    assert "channels" not in told(8)
+
+
+@pytest.mark.parametrize(("longer", "passed"), [(0.0, True), (0.2, True), (0.9, False)])
+def test_an_overlap_that_hides_nothing_fails_and_names_what_holds_messages_up(
+    longer: float, passed: bool, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcp_cli.verification import checks
+
+    def seconds(_: Any, degree: int, transport: Any) -> tuple[float, float]:
+        return (1.0 if isinstance(transport, checks.SilentTransport) else 1.0 + longer), 2.0
+
+    monkeypatch.setattr(checks, "_seconds", seconds)
+    monkeypatch.setattr(checks, "_message_seconds", lambda *_: 1.0)
+    bench.transport, bench.degrees = object(), [2]
+    assert checks.check_overlap(bench).passed is None, "no bound on a CPU"
+    bench.device = torch.device("cuda")
+    finding = checks.check_overlap(bench)
+    assert finding.passed is passed
+    assert any("FlashAttention 3" in line for line in finding.lines) is not passed
+
+
 def test_the_kernel_of_this_machine_passes(bench: Any) -> None:
     from fcp_cli.verification import checks
 

@@ -20,7 +20,7 @@ import torch.nn.attention
 from fcp_cli.cost.recipe import KernelName
 from fcp_cli.runtime.kernels.base import AttentionKernel
 from fcp_cli.runtime.kernels.cuda import ATEN, CudaFlashKernel, FlashOperators
-from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly
+from fcp_cli.runtime.kernels.cudnn import CudnnKernel, aten_operators, packs_soundly, share_graphs
 from fcp_cli.runtime.kernels.flash_packages import flash_3, flash_4
 from fcp_cli.runtime.layout import Segments
 
@@ -121,6 +121,7 @@ def _cudnn_forms() -> tuple[NamedKernel, ...]:
         raise UnavailableError(f"it needs compute capability {_LEAST_CUDNN_MAJOR}.0")
     if torch.are_deterministic_algorithms_enabled():
         raise UnavailableError("its backward is not deterministic, and the script asks for deterministic algorithms")
+    share_graphs(operators)
     forms = (CudnnKernel(operators, packs=True),) if packs_soundly(operators) else ()
     return (*forms, CudnnKernel(operators))
 

@@ -2,33 +2,42 @@
 
 There are two forms. The dense one, `aten::_scaled_dot_product_cudnn_attention`, takes sequences of equal length as a
 batch, and is what PyTorch's own context parallelism uses. It returns log-sum-exps [batch, heads, rows, 1] ([batch,
-heads, rows] before torch 2.9), and takes a row's final out and log-sum-exp in backward. Under
-TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 calls whose tensors lie as [batch, rows, heads, size] share graphs between lengths,
-and a graph keeps the strides of the log-sum-exps that it was built with (pytorch#155958): their memory order must be
-that of forward, [batch, rows, heads], whose strides do not depend on the length. The packed one,
+heads, rows] before torch 2.9), and takes a row's final out and log-sum-exp in backward. The packed one,
 `aten::_cudnn_attention_forward` with cumulative lengths, takes all sequences at once. It is only used if its schema has
 `seqused_k`: earlier releases build a graph in every call (42 ms, pytorch#191576) and size the backward's buffers by the
 head size (illegal addresses, pytorch#186142).
+
+PyTorch builds a graph for each new shape, once in each thread for forward and for backward, and never frees one
+(`MHAGraphCache`), so their number is limited here. Under TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 (torch 2.9 on,
+pytorch#155958) calls whose tensors lie as [batch, rows, heads, size] run padded to the next powers of two, by which
+their lengths share graphs up to torch 2.13; later keys hold the exact shape of the output, too. A shared graph keeps
+the strides of the log-sum-exps that it was built with: their memory order must be that of forward, [batch, rows,
+heads], whose strides do not depend on the length.
 
 Causal masks are aligned at the first query and key here, so causal calls need as many queries as keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Hashable
 from itertools import groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fcp_cli.cost.kernels import LEAST_TOKENS_OF_SHARED_GRAPHS, LEAST_UNMEASURED_TOKENS
 from fcp_cli.cost.recipe import KernelName
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.cuda import bounds_of
 from fcp_cli.runtime.layout import Segments
 
 MOST_BATCHES: Final = 8  # calls and graphs per pack
+MOST_GRAPHS: Final = 512  # of a process: 21 s at 42 ms each
 _MOST_WASTE: Final = 4  # the packed backward allocates memory for each sequence as for the longest one
+_SHARING: Final = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
 class CudnnOperators(NamedTuple):
@@ -38,6 +47,9 @@ class CudnnOperators(NamedTuple):
     dense_backward: Callable[..., Any]
     packed_forward: Callable[..., Any] | None
     packed_backward: Callable[..., Any] | None
+
+
+Shape: TypeAlias = tuple[int, ...]
 
 
 class _EqualSequences(NamedTuple):
@@ -72,6 +84,19 @@ def packs_soundly(operators: CudnnOperators) -> bool:
     return any(argument.name == "seqused_k" for argument in packed._schema.arguments)
 
 
+def share_graphs(operators: CudnnOperators) -> None:
+    """Let lengths share graphs, unless the user has decided; before the first call, which reads the variable."""
+    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 9) and not packs_soundly(operators):
+        os.environ.setdefault(_SHARING, "1")
+
+
+def least_unmeasured_tokens() -> int:
+    """Return the tokens of a causal sequence from which cuDNN is used without a measurement."""
+    operators = aten_operators()
+    shared = os.environ.get(_SHARING) == "1" and operators is not None and not packs_soundly(operators)
+    return LEAST_TOKENS_OF_SHARED_GRAPHS if shared else LEAST_UNMEASURED_TOKENS
+
+
 class CudnnKernel:
     """Attention in bf16 and fp16; head sizes depend on device and release. It never synchronizes with the device.
 
@@ -89,6 +114,8 @@ class CudnnKernel:
         self._stats_dims = 4  # of the dense form's log-sum-exps, as returned by forward
         self._shares_graphs = False  # whether forward returns them in the order [batch, rows, heads]
         self._packed_stats: str | None = None  # layout of the packed form's log-sum-exps, as returned by forward
+        self._graphs: set[tuple[Hashable, ...]] = set()  # thread, direction, heads and shape of each
+        self._shapes: set[Shape] = set()  # of all graphs
 
     def refusal(self, segments: Segments) -> str | None:
         """Return the reason why the kernel cannot run a call, or None."""
@@ -100,10 +127,13 @@ class CudnnKernel:
             return "no sequences of one token"  # pytorch#138531
         if len(_batches(segments)) > MOST_BATCHES and not self._packs_cheaply(segments):
             return f"more than {MOST_BATCHES} batches of one shape"
+        if len(self._graphs) >= MOST_GRAPHS and not self._shapes.issuperset(self._shapes_of(segments)):
+            return f"a new shape, after {MOST_GRAPHS} graphs"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
         batches = _batches(segments)
+        self._count_graphs("forward", q, k, segments)
         if len(batches) > 1 and self._packs_cheaply(segments):
             return self._packed_forward(q, k, v, segments, scale)
         results = [
@@ -115,6 +145,7 @@ class CudnnKernel:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         batches = _batches(segments)
+        self._count_graphs("backward", q, k, segments)
         dout, out = dout.contiguous(), out.contiguous()
         if len(batches) > 1 and self._packs_cheaply(segments):
             return self._packed_backward(dout, q, k, v, out, lse, segments, scale)
@@ -127,6 +158,24 @@ class CudnnKernel:
         results = [self._dense_backward(parts, rows, batch, segments, scale) for parts, rows, batch in pieces]
         dq, dk, dv = (_joined(list(grads)) for grads in zip(*results, strict=True))
         return dq, dk, dv
+
+    def _count_graphs(self, direction: str, q: Tensor, k: Tensor, segments: Segments) -> None:
+        """Note a call's graphs. Each thread has its own, and autograd's also runs forward of recomputed layers."""
+        shapes = self._shapes_of(segments)
+        self._shapes |= shapes
+        heads = (*q.shape[1:], k.shape[1])
+        self._graphs |= {(threading.get_ident(), direction, heads, shape) for shape in shapes}
+
+    def _shapes_of(self, segments: Segments) -> set[Shape]:
+        batches = _batches(segments)
+        if len(batches) > 1 and self._packs_cheaply(segments):  # its graphs fit one number of tokens
+            sides = (segments.q_lengths, segments.k_lengths)
+            return {(len(sides[0]), *(size(side) for side in sides for size in (sum, max)), segments.causal)}
+        exact = not self._shares_graphs or packs_soundly(self._operators)
+        return {
+            (one.number, *((n if exact else 1 << (n - 1).bit_length()) for n in one[1:]), segments.causal)
+            for one in batches
+        }
 
     def _packs_cheaply(self, segments: Segments) -> bool:
         if not self._packs:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fcp_cli.cost.kernels import LEAST_UNMEASURED_TOKENS, KernelTable, default_order, shape_class
+from fcp_cli.cost.kernels import KernelTable, default_order, pays_for_graphs, shape_class
 from fcp_cli.cost.recipe import KERNEL_VARIABLE, KERNELS, KernelName
 from fcp_cli.errors import RunError
 from fcp_cli.runtime.kernels.available import (
@@ -27,7 +27,7 @@ from fcp_cli.runtime.kernels.available import (
 from fcp_cli.runtime.kernels.base import AttentionKernel
 from fcp_cli.runtime.kernels.cpu import CpuKernel
 from fcp_cli.runtime.kernels.cuda import CudaFlashKernel
-from fcp_cli.runtime.kernels.cudnn import MOST_BATCHES
+from fcp_cli.runtime.kernels.cudnn import MOST_BATCHES, least_unmeasured_tokens
 from fcp_cli.runtime.kernels.dense import DenseKernel
 from fcp_cli.runtime.kernels.npu import NpuKernel
 from fcp_cli.runtime.layout import Segments
@@ -132,9 +132,11 @@ class Preference:
         measured: tuple[KernelName, ...] = ()
         if self.table is not None:
             measured = self.table.order(shape_class(segments.q_lengths, causal=segments.causal))
-        if not measured and min(segments.q_lengths) < LEAST_UNMEASURED_TOKENS:
-            # cuDNN last: building its graph for a new shape would take longer than it saves.
-            default = tuple(sorted(default, key=lambda name: name == "cudnn"))
+        if not measured:
+            least, pairs = least_unmeasured_tokens(), zip(segments.q_lengths, segments.k_lengths, strict=True)
+            if not all(pays_for_graphs(*pair, causal=segments.causal, tokens=least) for pair in pairs):
+                # cuDNN last: building its graph for a new shape would take longer than it saves.
+                default = tuple(sorted(default, key=lambda name: name == "cudnn"))
         asked = () if self.asked is None else (self.asked,)
         names = dict.fromkeys((*asked, *measured, *default, "fa2"))
         return tuple(name for name in names if name not in self.excluded)
@@ -232,6 +234,42 @@ class ChosenKernel:
             self.preference.report(
                 f"warning: attention kernel {name} failed and is not used any more: {reason_of(error)}"
             )
+
+
+_SPARED: Final = 8  # as MagiAttention reserves (4 to 8, docs/main/blog/kernel_overlap.html): one per message channel
+
+
+class SparingKernel:
+    """A kernel that leaves multiprocessors to the messages beside it, if it is persistent.
+
+    FlashAttention 3 fills the device until it ends, and a message's blocks, of whatever priority, then wait for it.
+    PyTorch hands its carve-out on to it (`sm_margin`). Matrix products heed it, too, so only these calls set it.
+    """
+
+    packed = True
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self._kernel = kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        with _carve_out():
+            return self._kernel.forward(q, k, v, segments, scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with _carve_out():
+            return self._kernel.backward(dout, q, k, v, out, lse, segments, scale)
+
+
+@contextmanager
+def _carve_out() -> Iterator[None]:
+    before = torch._C._get_sm_carveout_experimental()
+    torch._C._set_sm_carveout_experimental(_SPARED if before is None else before)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(before)
 
 
 class KernelRun(NamedTuple):
@@ -332,10 +370,11 @@ PACKS: Final = (
     Segments((96, 96), (96, 96), causal=True),
     Segments((64,), (160,), causal=False),
     Segments((40, 57, 130), (40, 57, 130), causal=True),
+    Segments((50,), (150,), causal=False),
 )
 """Calls that every kernel can be asked for: own keys of equal sequences, a ring's hop, own keys of unequal ones.
 
-40 and 57 tokens are rounded to the same power of two, by which cuDNN may share graphs between lengths.
+Both hops, and 40 and 57 tokens, are rounded to the same powers of two, by which cuDNN may share graphs between lengths.
 """
 
 
