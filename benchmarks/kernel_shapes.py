@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -62,13 +63,14 @@ class Rule:
         sides = list(zip(segments.q_lengths, segments.k_lengths, strict=True))
         long = [at for at, pair in enumerate(sides) if min(pair) > 1 and self.takes(*pair, segments.causal)]
         long = sorted(long, key=lambda at: -sides[at][0])[:MOST_BATCHES]
-        found = set()
+        found: set[Shape] = set()
         self.all_pairs += sum(rows * keys for rows, keys in sides)
         for at, run in groupby(range(len(sides)), lambda at: sides[at] if at in long else None):
             if at is None:
                 continue
             count = len(list(run))
-            shape = (count, *(self.rounded(length) for length in at), segments.causal)
+            rows, keys = map(self.rounded, at)
+            shape = (count, rows, keys, segments.causal)
             if shape in self.seen[rank] or len(self.seen[rank]) * self.graphs_per_shape < self.most_graphs:
                 self.pairs += count * at[0] * at[1]
                 found.add(shape)
@@ -109,7 +111,7 @@ class Rule:
 def rules(graphs_per_shape: int) -> Iterator[Rule]:
     """An earlier rule, those of today for a graph per length and for shared ones, and what the cap does to them."""
     least, shared = LEAST_UNMEASURED_TOKENS, LEAST_TOKENS_OF_SHARED_GRAPHS
-    every = {"graphs_per_shape": graphs_per_shape}
+    every: dict[str, Any] = {"graphs_per_shape": graphs_per_shape}
     yield Rule(name="8,192 queries", least_tokens=0, least_queries=8192, **every)
     yield Rule(name=f"{least:,} tokens", least_tokens=least, most_graphs=MOST_GRAPHS, **every)
     yield Rule(name=f"{shared:,} tokens", least_tokens=shared, **every)

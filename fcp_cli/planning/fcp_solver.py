@@ -201,6 +201,11 @@ class FcpSolver:
         """Most ranks that a ring may have."""
         return 1 if self.options.get("max_degree") == 1 else self.problem.num_ranks
 
+    def compile_ahead(self) -> None:
+        """Compile, or load from disk, all kernels that a step may need, so that no later step waits for them."""
+        for compile_part in chain(*self.parts_to_compile()):
+            compile_part()
+
     def parts_to_compile(self) -> tuple[list[Callable[[], object]], list[Callable[[], float]]]:
         """Return calls that run all kernels that a step may need: searches, and bounds."""
         plain = replace(self, problem=replace(self.problem, pipeline=None, rank_speeds=None, encoder_balance=None))
