@@ -28,7 +28,7 @@ from fcp_cli.runtime.kernels.cudnn import MOST_BATCHES, MOST_GRAPHS
 from fcp_cli.runtime.layout import RingMember, Segments, shard_layout
 
 GRAPH_SECONDS = 0.042  # pytorch#191576
-Shape = tuple[int, int, int, bool]
+Shape = tuple[int, ...]
 
 
 @dataclass(kw_only=True)
@@ -109,12 +109,16 @@ class Rule:
 def rules(graphs_per_shape: int) -> Iterator[Rule]:
     """An earlier rule, those of today for a graph per length and for shared ones, and what the cap does to them."""
     least, shared = LEAST_UNMEASURED_TOKENS, LEAST_TOKENS_OF_SHARED_GRAPHS
-    every = {"graphs_per_shape": graphs_per_shape}
-    yield Rule(name="8,192 queries", least_tokens=0, least_queries=8192, **every)
-    yield Rule(name=f"{least:,} tokens", least_tokens=least, most_graphs=MOST_GRAPHS, **every)
-    yield Rule(name=f"{shared:,} tokens", least_tokens=shared, **every)
-    yield Rule(name=f"{shared:,} tokens, with a cap", least_tokens=shared, most_graphs=MOST_GRAPHS, **every)
-    yield Rule(name=f"{shared:,} tokens, shared graphs", least_tokens=shared, shares=True, **every)
+    found = (
+        Rule(name="8,192 queries", least_tokens=0, least_queries=8192),
+        Rule(name=f"{least:,} tokens", least_tokens=least, most_graphs=MOST_GRAPHS),
+        Rule(name=f"{shared:,} tokens", least_tokens=shared),
+        Rule(name=f"{shared:,} tokens, with a cap", least_tokens=shared, most_graphs=MOST_GRAPHS),
+        Rule(name=f"{shared:,} tokens, shared graphs", least_tokens=shared, shares=True),
+    )
+    for rule in found:
+        rule.graphs_per_shape = graphs_per_shape
+        yield rule
 
 
 def main() -> None:

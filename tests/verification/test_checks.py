@@ -75,10 +75,11 @@ def test_messages_of_several_nodes_come_with_their_channels(bench: Any, monkeypa
 def test_an_overlap_that_hides_nothing_fails_and_names_what_holds_messages_up(
     longer: float, passed: bool, bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from fcp_cli.profiling.workload import SilentTransport
     from fcp_cli.verification import checks
 
     def seconds(_: Any, degree: int, transport: Any) -> tuple[float, float]:
-        return (1.0 if isinstance(transport, checks.SilentTransport) else 1.0 + longer), 2.0
+        return (1.0 if isinstance(transport, SilentTransport) else 1.0 + longer), 2.0
 
     monkeypatch.setattr(checks, "_seconds", seconds)
     monkeypatch.setattr(checks, "_message_seconds", lambda *_: 1.0)

@@ -86,7 +86,7 @@ def packs_soundly(operators: CudnnOperators) -> bool:
 
 def share_graphs(operators: CudnnOperators) -> None:
     """Let lengths share graphs, unless the user has decided; before the first call, which reads the variable."""
-    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 9) and not packs_soundly(operators):
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.9" and not packs_soundly(operators):
         os.environ.setdefault(_SHARING, "1")
 
 
