@@ -29,7 +29,7 @@ from fcp_cli.runtime.kernels.cudnn import MOST_BATCHES, MOST_GRAPHS
 from fcp_cli.runtime.layout import RingMember, Segments, shard_layout
 
 GRAPH_SECONDS = 0.042  # pytorch#191576
-Shape = tuple[int, int, int, bool]
+Shape = tuple[int, ...]
 
 
 @dataclass(kw_only=True)
