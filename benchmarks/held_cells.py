@@ -67,7 +67,7 @@ def cells() -> dict[str, dict[str, Any]]:
 
     sets = {name: lengths(name, sequences=_SEQUENCES, seed=0) for name in (*FAMILIES, *HELD_OUT)}
     sets |= {name: drawn(name, sequences=_SEQUENCES, manifests={}) for name in _FAMILIES}
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for (name, tokens), (profile, figures), budget, sync in product(sets.items(), _PROFILES.items(), _BUDGETS, _SYNCS):
         linear, fixed, network, levels = figures
         found[f"{name}, {profile}, {budget}, {sync}"] = {
@@ -89,11 +89,11 @@ def plan(cells: Mapping[str, Mapping[str, Any]], without: Sequence[str]) -> dict
     from fcp_cli.planning.problem import Problem
 
     if without:
-        every = fcp_solver.best_of
+        every = vars(fcp_solver)["best_of"]
         vars(fcp_solver)["best_of"] = lambda candidates, *more: every(
             (one for one in candidates if not any(word in one.name for word in without)), *more
         )
-    found = {}
+    found: dict[str, Result] = {}
     for name, cell in cells.items():
         problem = Problem(
             num_ranks=_RANKS,
