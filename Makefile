@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # A file's tests share what its fixtures made, and so go to one worker.
 WORKERS := -n 2 --dist loadfile
 
-.PHONY: chaos demo device-check device-wheels families fast fuzz test lock test-bounds test-cuda-build test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-stores test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean mutations
+.PHONY: chaos demo device-check device-wheels families fast fuzz test lock test-bounds test-cuda-build test-frameworks test-full test-locked test-loops test-matrix test-megatron-next test-msrun test-slurm test-stores test-targets lint types unit docs browser pace pictures release-check simgrid study wheel clean mutations held
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -267,6 +267,10 @@ chaos: $(STAMP)
 # Twenty faults, each put into a copy of the runtime and found by `fcp verify` or a short test; some four minutes.
 mutations: $(STAMP)
 	$(BIN)/python -m tests.mutations
+
+# 204 steps of fixed lengths and prices, planned by this checkout and by AGAINST=../another one: worst regression and mean; about two minutes.
+held: $(STAMP)
+	$(BIN)/python -m benchmarks.held_cells --against $(AGAINST)
 
 # Every causal language model of the installed transformers, tiny: exact under a plan, refused in a line, or wrong; prints the table of
 # docs/reference/models.md. Some ten minutes.

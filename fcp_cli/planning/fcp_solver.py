@@ -54,11 +54,10 @@ _SYNCS: tuple[Sync, ...] = ("iteration", "microbatch")
 _LESS_TOKENS = 0.8, 0.5  # shares of the token budget with which a step is replanned if the gap is large
 _FEW_RANKS, _LEFT_OVER = 128, 1 / 8  # up to 128 ranks, a single degree may idle this share of them
 _FEW_SEQUENCES = 256  # up to which timelines are replanned with a smaller token budget
-# Ratings of waves in further searches: (expected fill of later waves, 0 for full ones; price factor of a micro-batch;
-# gap above which the search runs). If later waves are expected to be partly empty, a wave that leaves a few more tokens
-# is not charged a whole further wave for them.
-_WIDE = 0.02
-_RATINGS = (0.92, 1.7, CLOSE_ENOUGH), (0.0, 1.7, _WIDE), (0.92, 1.3, _WIDE), (0.0, 1.3, _WIDE)
+# Waves are also rated as if later ones were less full and micro-batches dearer, so that a wave that leaves a few more
+# tokens is not charged a whole further wave for them.
+_FILL, _DEARER = 0.92, 1.7
+_DEARER_RINGS = 1.5
 _NEVER_PAYS_SECONDS = 1e9  # per hop: far above any step, yet small enough that float sums keep their precision
 _Search: TypeAlias = Callable[[IntArray, Sequences, float], Assignment | None]
 TWO_LIMITS = "--max-degree forbids rings, which --max-groups and --max-peers limit; give one of them"
@@ -259,12 +258,12 @@ class FcpSolver:
             yield Candidate(name, perturbed, CLOSE_ENOUGH)
         if self.problem.sync == "microbatch":
             order, sequences = by_falling_work(batch.work)
-            recomputes = self.inputs.prices.again.any()
-            # With recomputation, later waves are rated by the cost of their tokens, so a fill changes nothing.
-            for fill, dearer, above_gap in (rating for rating in _RATINGS if not (recomputes and rating[0])):
-                name = f"waves, if later ones were {fill or 1:.0%} full and micro-batches {dearer:g} times as dear"
-                again = partial(self._rated_otherwise, order, sequences, fill, dearer)
-                yield Candidate(name, again, above_gap)
+            if not self.inputs.prices.again.any():
+                rated = partial(self._rated_otherwise, order, sequences)
+                yield Candidate("waves, if later ones were less full", rated, CLOSE_ENOUGH)
+            else:  # the cost of their tokens rates later waves, so a fill changes nothing
+                dearer = partial(self._with_dearer_rings, order, sequences)
+                yield Candidate("waves, if rings cost more", dearer, CLOSE_ENOUGH)
             if not has_parts(self.inputs):  # a pair of waves spans all ranks: too many, if a step is cut into parts
                 yield Candidate("regrouped", partial(self._regrouped, order, sequences), CLOSE_ENOUGH)
         if not self.options and is_tiny(batch, self.problem):
@@ -339,19 +338,23 @@ class FcpSolver:
             yield "even without encoder", replace(work, linear_seconds=work.linear_seconds - encoder)
             yield "even encoder", replace(work, linear_seconds=work.linear_seconds + encoder)
 
-    def _rated_otherwise(
-        self, order: IntArray, sequences: Sequences, fill: float, dearer: float, found: Found
-    ) -> Assignment | None:
-        """Search for waves as if later waves were less full and micro-batches dearer; see `_RATINGS`."""
+    def _rated_otherwise(self, order: IntArray, sequences: Sequences, found: Found) -> Assignment | None:
+        """Search for waves as if later waves were less full and micro-batches dearer; see `_FILL`."""
         beta = self.inputs.prices.beta
-        more = (dearer - 1.0) * max(0.0, self.inputs.prices.host - beta)  # a further micro-batch takes its host, too
-        rated = repriced(self.inputs._replace(fill=fill), beta=dearer * beta + more)
+        # A further micro-batch takes its host, too.
+        more = (_DEARER - 1.0) * max(beta, self.inputs.prices.host)
+        rated = repriced(self.inputs._replace(fill=_FILL), beta=beta + more)
         limit = found.seconds - self.problem.profile.step.closing_seconds(self.problem.sync)
         # Each wave pays the dearer price, so the limit rises by that much for as many waves.
         if found.assignment is not None:
-            waves = int(found.assignment.wave.max()) + 1
-            limit += waves * (dearer - 1.0) * beta + waves * more
+            limit += (int(found.assignment.wave.max()) + 1) * more
         return assign_waves(order, sequences, rated, limit)
+
+    def _with_dearer_rings(self, order: IntArray, sequences: Sequences, found: Found) -> Assignment | None:
+        """Search for waves as if rings cost more, which makes ranks recompute instead."""
+        p = self.inputs.prices
+        rings = repriced(self.inputs, ring=_DEARER_RINGS * p.ring, hop=_DEARER_RINGS * p.hop)
+        return assign_waves(order, sequences, rings)
 
     def _regrouped(self, order: IntArray, sequences: Sequences, found: Found) -> Assignment | None:
         """Replan pairs of waves of the fastest step so far, or of a new one if there is none."""

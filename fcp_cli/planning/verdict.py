@@ -243,6 +243,8 @@ def best_remedy(inputs: PlanInputs, sequences: Sequence[LengthTable]) -> tuple[R
     """
     if not sequences or inputs.budget is None or not is_compiled(inputs.problem.sync):
         return None, 0
+    if inputs.problem.pipeline is not None:
+        sequences = sequences[:1]  # as for the search of recipes: planning is slow
     longest = max(int(each.length_tokens.max()) for each in sequences)
     now, found = sampled_seconds(inputs.problem, sequences), []
     for problem in _problems_to_try(inputs):
@@ -297,8 +299,9 @@ def _problems_to_try(inputs: PlanInputs) -> Iterator[Problem]:
     for stages in dict.fromkeys((now.pipeline_parallel // 2, 1)):
         # On the same devices: fewer stages wait less, and more replicas share the sequences.
         ranks = now.num_ranks * now.pipeline_parallel // stages
+        sync = request.sync if stages == 1 else now.sync  # of pipelines, each recipe takes long to plan for
         with suppress(FcpError):
-            yield _computed_problem(replace(request, pipeline_parallel=stages, ranks=ranks), inputs, cluster)
+            yield _computed_problem(replace(request, pipeline_parallel=stages, ranks=ranks, sync=sync), inputs, cluster)
 
 
 def _flags(inputs: PlanInputs, problem: Problem) -> str:

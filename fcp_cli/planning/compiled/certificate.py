@@ -51,14 +51,14 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
     for T (`_least_area`, which falls with T). Under waves it ends within T - `other_waves`, which replaces T there. In
     addition, each rank pays beta per micro-batch: on average for at least `_microbatches` of them and at least one (an
     idle rank wastes T >= beta), under waves for at least ceil(tokens / (N E)). With recomputation S(h) of h tokens on a
-    rank, beta + S(h) is at least h times its least value per token, attained at `shared_tokens`. All areas / N plus
-    these fixed seconds must be <= T. Bisection finds the largest refuted T.
+    rank, beta + S(h) is at least p h, with p its least value per token, attained at `shared_tokens`; what it exceeds
+    p h by is in the areas. All areas / N plus these fixed seconds must be <= T. Bisection finds the largest refuted T.
     """
     n = len(sequences.work)
     tokens = total_of(sequences.tokens) / inputs.num_ranks  # mean per rank
     outlasting, linear_per_token = 0.0, np.inf
     least_tokens = inputs.shared_tokens
-    paid = inputs.prices.beta + recomputation_seconds(least_tokens, 1, inputs.prices)
+    per_token = (inputs.prices.beta + recomputation_seconds(least_tokens, 1, inputs.prices)) / least_tokens
     for i in range(n):
         outlasting = max(outlasting, sequences.attention[i] / sequences.tokens[i])
         linear_per_token = min(linear_per_token, sequences.linear[i] / sequences.tokens[i])
@@ -72,15 +72,15 @@ def area_bound(simple: float, waves: bool, sequences: Sequences, inputs: Planner
             makespan = refuted * 1.25
         total, longest = 0.0, makespan - others
         for i in range(n):
-            # If the sequence ends in time on a single rank, its least area is its work.
-            if inputs.prices.beta + sequences.work[i] <= longest and sequences.tokens[i] <= inputs.tokens_per_rank:
+            # If the sequence ends in time on a single rank, without extra recomputation, its least area is its work.
+            if inputs.prices.beta + sequences.work[i] <= longest and sequences.tokens[i] <= least_tokens:
                 total += sequences.work[i]
             else:
-                total += _least_area(i, longest, outlasting, sequences, inputs)
+                total += _least_area(i, longest, outlasting, per_token, sequences, inputs)
         count = _microbatches(makespan, tokens, linear_per_token, inputs)
         # The margin: rounding must not add a wave to a step that fills its waves exactly.
         count = max(1.0, np.ceil(tokens / inputs.tokens_per_rank - _MARGIN) if waves else count)
-        fixed = max(inputs.prices.beta * count, tokens / least_tokens * paid)
+        fixed = max(inputs.prices.beta * count, tokens * per_token)
         if total / inputs.num_ranks + fixed <= makespan:
             held = makespan
             if _step == 0:
@@ -115,8 +115,10 @@ def _microbatches(makespan: float, tokens: float, linear_per_token: float, input
 
 
 @kernel
-def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences, inputs: PlannerInputs) -> float:
-    """Return the least rank-seconds, without beta, of sequence i if its micro-batch must end within `makespan`.
+def _least_area(
+    i: int, makespan: float, outlasting: float, per_token: float, sequences: Sequences, inputs: PlannerInputs
+) -> float:
+    """Return the least rank-seconds, without fixed ones, of sequence i if its micro-batch must end within `makespan`.
 
     A pack of degree d takes its ranks sum l + max(sum (a + k (d - 1) t), (1 - e) x) + e x + sum g_d t + h' d
     rank-seconds. k is the extra attention time per token and hop, x = sum (c_d (d - 1) - g_d) t + h (d - 1) d is the
@@ -127,33 +129,44 @@ def _least_area(i: int, makespan: float, outlasting: float, sequences: Sequences
     sum (w + k (d - 1) t) and the exposed part. All of this grows with d. Halos add y_d (d - 1) per halo token, and two
     messages, of which each token bears 2 z / E.
 
-    With Ulysses degree u, the same holds for the ring of r = d / u sets, whose members move at least as much per token
-    and hop. In addition every token is exchanged, for x_u rank-seconds. Let d0 be the least degree that ends in time:
-    then r >= d0 / u, which bounds every d >= d0.
+    With Ulysses degree u, the same holds for the ring of ceil(d / u) sets, whose members move at least as much per
+    token and hop. In addition every token is exchanged, for x_u rank-seconds. To both, `_recomputed` is added, which
+    falls with d: once it is 0, wider degrees only have more traffic.
     """
-    least, first = np.inf, 0
-    tokens = sequences.tokens[i]
+    least, tokens = np.inf, sequences.tokens[i]
     for degree in range(least_degree(i, sequences, inputs), inputs.num_ranks + 1):
         # No schedule of this makespan runs the sequence on a degree that ends too late.
         if alone_at_best(i, degree, sequences, inputs) > makespan:
             continue
-        # d0 of the docstring.
-        first = first if first else degree
-        # Pure Ulysses groups have no ring; the loop below prices them.
-        if inputs.splits.only and degree > 1:
+        again, is_last = _recomputed(tokens, degree, per_token, inputs), inputs.splits.only == 1
+        # Pure Ulysses groups have no ring.
+        if degree == 1 or not inputs.splits.only:
+            area, hidden = ring_area(i, degree, degree, outlasting, sequences, inputs)
+            least = min(least, area + again)
+            is_last = hidden or inputs.prices.ring[1] >= inputs.prices.ring[0]
+        for k in range(len(inputs.splits.heads) if degree > 1 else 0):
+            sets = (degree + inputs.splits.heads[k] - 1) // inputs.splits.heads[k]
+            if sets == 1 or not inputs.splits.only:
+                area, _hidden = ring_area(i, degree, sets, outlasting, sequences, inputs)
+                least = min(least, area + exchange_seconds(k, inputs) * tokens + again)
+        if is_last and again == 0.0:
             break
-        area, hidden = ring_area(i, degree, degree, outlasting, sequences, inputs)
-        least = min(least, area)
-        if hidden or inputs.prices.ring[1] >= inputs.prices.ring[0]:
-            break  # wider degrees only have more traffic
-    # A group of at least `first` ranks has at least this many sets of each Ulysses degree.
-    for k in range(len(inputs.splits.heads) if first > 1 else 0):
-        sets = (first + inputs.splits.heads[k] - 1) // inputs.splits.heads[k]
-        if inputs.splits.only and sets > 1:
-            continue
-        area, _hidden = ring_area(i, first, sets, outlasting, sequences, inputs)
-        least = min(least, area + exchange_seconds(k, inputs) * tokens)
     return float(least)
+
+
+@inlined
+def _recomputed(tokens: int, degree: int, per_token: float, inputs: PlannerInputs) -> float:
+    """Return the rank-seconds by which a sequence's recomputation exceeds `per_token`, p; proven for `area_bound`.
+
+    Let G(h) = beta + S(h) - p h: convex, and 0 at h* = `shared_tokens`. A pack of h tokens per rank pays its d ranks
+    d (p h + G(h)) and holds tokens of several sequences, h_i per rank each. Those with h_i > h* have sum G(h_i) <=
+    G(sum h_i) <= G(h): with h_i = h* + x_i, G(h* + x) is 0 at x = 0 and convex, thus superadditive, and it rises.
+    """
+    held = tokens / degree
+    if held <= inputs.shared_tokens:
+        return 0.0
+    again = inputs.prices.beta + recomputation_seconds(held, 1, inputs.prices) - per_token * held
+    return float(max(0.0, degree * again))
 
 
 @inlined
@@ -218,9 +231,11 @@ def _wave_of(j: int, further_beta: float, density: Densities, sequences: Sequenc
     tokens are exchanged as well. The other waves do the rest of the work in at least rest / N seconds and pay beta
     each; any rest takes at least one wave. While there is a rest, the sum is convex and piecewise linear in delta: the
     minimum is at delta = 0, where Y stops growing, or where no rest is left. If X could grow by more than N per second,
-    only T(j, d) and the beta of the other waves count.
+    only T(j, d) and the beta of the other waves count. If X <= d delta, Y + X grows by at most N per second, so no
+    delta lowers delta + rest / N: with recomputation, Y at delta = 0 is that of `_most_beside`.
     """
     num_ranks, beta, total = inputs.num_ranks, inputs.prices.beta, total_of(sequences.work)
+    recomputes = recomputation_seconds(float(inputs.tokens_per_rank), 1, inputs.prices) > 0.0
     without_j, held_tokens, held_work = _held_without(j, density.falling, sequences)
     least = np.inf
     for degree in range(least_degree(j, sequences, inputs), num_ranks + 1):
@@ -249,8 +264,41 @@ def _wave_of(j: int, further_beta: float, density: Densities, sequences: Sequenc
                     # Remaining work takes a wave, even if all tokens would fit into this one.
                     further = max(further_beta, beta) + (total - done) / num_ranks
                     value = min(value, shortest + delta + further)
+            if recomputes and growth <= degree:  # a second of delta then gains no more than it costs
+                done = sequences.work[j] + _most_beside(
+                    others, shortest, held, without_j, held_tokens, held_work, sequences, inputs
+                )
+                value = max(value, shortest + further_beta + max(0.0, total - done) / num_ranks)
             least = min(least, value)
     return float(least)
+
+
+@kernel
+def _most_beside(
+    ranks: int,
+    seconds: float,
+    most: float,
+    others: IntArray,
+    held_tokens: FloatArray,
+    held_work: FloatArray,
+    sequences: Sequences,
+    inputs: PlannerInputs,
+) -> float:
+    """Return the most work that `ranks` ranks do in a wave of `seconds`: Y of `_wave_of`, at most `most`.
+
+    With h tokens a rank on average they recompute for at least S(h) seconds a rank, since S is convex, and do at most
+    the work of the densest ranks x h tokens. The first limit falls with h, the second rises. Where the second is lower,
+    at h0, the first at h0 bounds both sides of h0: less is done with fewer tokens, and with more. Bisection raises h0.
+    """
+    free, low, high = seconds - inputs.prices.beta, 0.0, float(inputs.tokens_per_rank)
+    for _step in range(_STEPS):
+        held = 0.5 * (low + high)
+        limit = ranks * (free - recomputation_seconds(held, 1, inputs.prices))
+        if _densest(ranks * held, others, held_tokens, held_work, sequences) <= limit:
+            low = held
+        else:
+            high = held
+    return float(min(most, ranks * (free - recomputation_seconds(low, 1, inputs.prices))))
 
 
 @kernel

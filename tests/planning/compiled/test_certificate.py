@@ -316,29 +316,46 @@ def test_no_schedule_beats_the_bound_and_the_planner_is_one_of_them(sync: Sync, 
     assert optimum <= planned * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
-def test_where_each_rank_holds_the_tokens_that_cost_the_least_each_no_gap_is_left(sync: Sync) -> None:
-    """Nine of the frontier: fixed seconds of 3 and 2.7 of recomputation; with more, or less, each token costs more."""
+def _recomputing(sync: Sync, *, beta: str, intra: str) -> Problem:
+    """Return three ranks that recompute as needed, whose rings cost nothing but their bytes."""
     few: dict[str, str] = dict.fromkeys(("hop", "exposed", "chunk", "home", "floor"), "0.0")
     text = _PROFILE.format(
         **few,
         linear="0.02",
-        beta="3.0",
+        beta=beta,
         kv="1",
         exchange="1.0",
         windows="",
         host="",
         host_exchange="0.0",
-        intra="2.0",
+        intra=intra,
         inter="1.0",
         levels=f"recipe: {{recompute: as-needed}}\nrecompute_levels:\n{_LEVELS['frontier']}",
     )
-    problem = Problem(
+    return Problem(
         num_ranks=3, ranks_per_node=3, tokens_per_rank=20, sync=sync, profile=parse_cost_profile(text, name="test")
     )
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_where_each_rank_holds_the_tokens_that_cost_the_least_each_no_gap_is_left(sync: Sync) -> None:
+    """Nine of the frontier: fixed seconds of 3 and 2.7 of recomputation; with more, or less, each token costs more."""
+    problem = _recomputing(sync, beta="3.0", intra="2.0")
     batch = batch_of(table_of([9, 9, 9]), problem)
     makespan = first_step(one_batch([9, 9, 9], problem)).makespan_seconds
     assert makespan == pytest.approx(3.0 + 2.7 + 9 * 0.02 + 81 * 0.01)
+    assert lower_bound_seconds(batch.work, problem) == pytest.approx(makespan, rel=1e-6)
+    assert lower_bound_seconds(batch.work, problem) <= makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("sync", ["iteration", "microbatch"])
+def test_sequences_that_recompute_alone_and_in_dear_rings_leave_no_gap(sync: Sync) -> None:
+    """Two rounds of 15 tokens a rank: micro-batches are free, but rings cost more than the recomputation they save."""
+    problem = _recomputing(sync, beta="0.0", intra="0.05")
+    lengths = [15] * 6
+    batch = batch_of(table_of(lengths), problem)
+    makespan = first_step(one_batch(lengths, problem)).makespan_seconds
+    assert makespan == pytest.approx(2 * (15 * 0.02 + 225 * 0.01 + 2.7 + 6 * (20 * 1.0 - 9 * 0.3) / 11))
     assert lower_bound_seconds(batch.work, problem) == pytest.approx(makespan, rel=1e-6)
     assert lower_bound_seconds(batch.work, problem) <= makespan * (1 + 1e-9)
 
