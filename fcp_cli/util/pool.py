@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
 from fcp_cli.errors import FcpError
@@ -64,8 +66,12 @@ def beside(work: Callable[..., None], *arguments: Any) -> Iterator[None]:
         yield
         return
     process = multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
-    with without_interrupts():
-        process.start()
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")  # a script would run again there
+    try:
+        with without_interrupts():
+            process.start()
+    finally:
+        sys.modules["__main__"] = main
     try:
         yield
     finally:

@@ -79,24 +79,10 @@ def schedule(
     singles = make_single_rank_packs(sequences, inputs, rings)
     if leader[0] > 0.0:
         target, end = _follow(leader[0], leader[1], work_limit, sequences, inputs, rings, singles)
-    else:
-        target, end = _search(lower, limit, work_limit, sequences, inputs, rings, singles)
-    return rings, singles, target, end
-
-
-@kernel
-def _search(
-    lower: float,
-    limit: float,
-    work_limit: int,
-    sequences: Sequences,
-    inputs: PlannerInputs,
-    rings: Rings,
-    singles: SingleRankPacks,
-) -> tuple[float, float]:
+        return rings, singles, target, end
     # If it does not fit by the limit, it hardly fits sooner.
     if limit < np.inf and _attempt(limit, sequences, inputs, rings, singles) != 0:
-        return 0.0, 0.0
+        return rings, singles, 0.0, 0.0
     # A gap to `lower` that fits, and the largest known not to. This terminates, since large gaps always fit. It starts
     # small, since an attempt far above the first fit builds a poor step.
     gap, infeasible = 0.002, 0.0
@@ -122,7 +108,7 @@ def _search(
     # The arrays hold the last attempt; repeating the best one is cheaper than copying every improvement.
     _attempt(best_target, sequences, inputs, rings, singles)
     balance(best_target, rings.gaps[0], work_limit, sequences, inputs, singles)
-    return best_target, best
+    return rings, singles, best_target, best
 
 
 @kernel
