@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,6 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from fcp_cli.cost.profile import load_cost_profile
 from fcp_cli.errors import RunError
 from fcp_cli.plan.metadata import PlanMetadata
 from fcp_cli.runs.checkpoints import checkpoints
@@ -375,6 +375,7 @@ class FileFollower:
 
 
 FAR_OFF = 1.5  # factor between planned and measured step time that needs an explanation
+_ESTIMATED = re.compile("^origin: *(analytic|assumed)", re.MULTILINE)  # in a cost profile, which a rank does not parse
 
 
 def busy_cores() -> str:
@@ -443,8 +444,10 @@ class RunSummary:
 
 def closing_line(summary: RunSummary, paths: RunPaths) -> str:
     """Format the final line of a successful run: totals and where its files are."""
-    gain, models = (path.read_text(encoding="utf-8") if path.is_file() else "" for path in (paths.gain, paths.saved))
-    is_measured = not paths.profile.is_file() or load_cost_profile(paths.profile).is_measured
+    profile, gain, models = (
+        path.read_text(encoding="utf-8") if path.is_file() else "" for path in (paths.profile, paths.gain, paths.saved)
+    )
+    is_measured = _ESTIMATED.search(profile) is None
     places = [f"predicted {gain}"] if gain else []
     if saved := checkpoints(paths.checkpoints):
         places.append(f"checkpoint {from_here(saved[-1])}")
