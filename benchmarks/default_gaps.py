@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -23,8 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.real_lengths import PUBLISHED
-from benchmarks.workloads import MAX_LENGTH, lengths, real_table
+from benchmarks.real_lengths import drawn
 from fcp_cli.errors import UsageError
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
@@ -66,18 +65,6 @@ class Cell:
     step_seconds: float
 
 
-def table_of(name: str, manifests: Mapping[str, Path], *, sequences: int) -> LengthTable:
-    """Draw the sequences of one set, cut at 131,072 tokens."""
-    generator = np.random.default_rng(0)
-    if name in manifests:
-        drawn = generator.choice(real_table(manifests[name]).length_tokens, sequences)
-    elif name in PUBLISHED:
-        drawn = np.ceil(PUBLISHED[name](generator, sequences)).astype(np.int64)
-    else:
-        drawn = lengths(name, sequences=sequences, seed=0)
-    return LengthTable(name=name, length_tokens=np.clip(drawn, 1, MAX_LENGTH).astype(np.int64))
-
-
 def cell(name: str, table: LengthTable, model: str, cluster: str, ranks: int, *, size: int) -> Cell:
     """Plan one cell."""
     settings = BatchSettings(global_batch_size=size)
@@ -114,7 +101,8 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
     for ranks, name in product(options.ranks, options.lengths or [*DRAWN, *manifests]):
         size = max(512, 8 * ranks)
         steps = options.steps if ranks <= 64 else 1
-        table = table_of(name, manifests, sequences=size * steps)
+        tokens = drawn(name, sequences=size * steps, manifests=manifests, repeats=True)
+        table = LengthTable(name=name, length_tokens=tokens)
         for cluster, model in product(options.clusters, options.models):
             with suppress(UsageError):  # the model does not fit
                 yield cell(name, table, model, cluster, ranks, size=size)

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-_FAMILIES = ("documents", "longalign", "azure", "mooncake", "llava-video")
+_PUBLISHED = ("documents", "longalign", "azure", "mooncake", "llava-video")
 _BUDGETS, _SYNCS, _RANKS, _SEQUENCES = (16_384, 8_192), ("iteration", "microbatch"), 64, 512
 # Of Qwen3-8B's kind: rings dear across nodes; attention hides rings and micro-batches are cheap; recomputation as
 # needed with free micro-batches and dear chunks, as the search of recipes mostly chooses for tight memory.
@@ -63,10 +63,10 @@ Result: TypeAlias = Mapping[str, float]  # seconds and bound_seconds of the step
 def cells() -> dict[str, dict[str, Any]]:
     """Return all cells by name, `lengths, profile, budget, sync`."""
     from benchmarks.real_lengths import drawn
-    from benchmarks.workloads import FAMILIES, HELD_OUT, lengths
+    from benchmarks.workloads import FAMILIES, HELD_OUT
 
-    sets = {name: lengths(name, sequences=_SEQUENCES, seed=0) for name in (*FAMILIES, *HELD_OUT)}
-    sets |= {name: drawn(name, sequences=_SEQUENCES, manifests={}) for name in _FAMILIES}
+    names = (*FAMILIES, *HELD_OUT, *_PUBLISHED)
+    sets = {name: drawn(name, sequences=_SEQUENCES, manifests={}) for name in names}
     found: dict[str, dict[str, Any]] = {}
     for (name, tokens), (profile, figures), budget, sync in product(sets.items(), _PROFILES.items(), _BUDGETS, _SYNCS):
         linear, fixed, network, levels = figures

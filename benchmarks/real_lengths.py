@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.split_heads import profile_of
-from benchmarks.workloads import FAMILIES, MAX_LENGTH, lengths, media_manifest, real_table
+from benchmarks.workloads import FAMILIES, HELD_OUT, MAX_LENGTH, lengths, media_manifest, real_table
 from fcp_cli.manifest.table import LengthTable
 from fcp_cli.plan.metadata import Sync
 from fcp_cli.planning.batches import BatchSettings
@@ -123,13 +123,14 @@ PUBLISHED: Mapping[str, Callable[[np.random.Generator, int], FloatArray]] = {
 }
 
 
-def drawn(name: str, *, sequences: int, manifests: Mapping[str, Path]) -> IntArray:
-    """[sequences] lengths in tokens of one set."""
+def drawn(name: str, *, sequences: int, manifests: Mapping[str, Path], repeats: bool = False) -> IntArray:
+    """[sequences] lengths in tokens of one set; `repeats`: a manifest's may be drawn more than once."""
     generator = np.random.default_rng(0)
-    if name in FAMILIES:
+    if name in (*FAMILIES, *HELD_OUT):
         return lengths(name, sequences=sequences, seed=0)
     if name in manifests:
-        found = generator.choice(real_table(manifests[name]).length_tokens, sequences, replace=False).astype(np.float64)
+        own = real_table(manifests[name]).length_tokens.astype(np.float64)
+        found = generator.choice(own, sequences, replace=repeats)
     else:
         found = PUBLISHED[name](generator, sequences)
     return np.asarray(np.clip(np.ceil(found), 1, MAX_LENGTH), dtype=np.int64)
